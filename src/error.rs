@@ -42,7 +42,7 @@ pub enum Error {
         /// The value, as JSON.
         found: String,
         /// What is allowed.
-        expected: &'static str,
+        expected: String,
     },
     /// A setting of the wrong kind: a string for a number, a bool for an integer.
     #[error("{key} is {found}, but must be {expected}")]
@@ -52,7 +52,7 @@ pub enum Error {
         /// The value, as JSON.
         found: String,
         /// What is allowed.
-        expected: &'static str,
+        expected: String,
     },
     /// Settings that exclude one another.
     #[error("{message}")]
@@ -88,16 +88,25 @@ pub enum Error {
     },
     /// A label count below 0 or above the sample's length.
     #[error(
-        "sample {sample} has label count {count}, but only {most} of its tokens can be supervised: \
-         count with multipack.label_counts and the same settings"
+        "sample {sample} has {count} labels but {length} tokens: a label count is from 0 to the length, after \
+         truncation if excess_length_strategy is truncate; multipack.label_counts counts so"
     )]
     LabelCount {
         /// The sample.
         sample: usize,
         /// Its label count.
         count: i64,
-        /// The most that its (truncated) length allows.
-        most: i64,
+        /// Its tokens, after truncation.
+        length: i64,
+    },
+    /// More samples than a plan can number.
+    #[error(
+        "{found} samples are more than a plan can number, at most {}",
+        u32::MAX
+    )]
+    TooManySamples {
+        /// Samples given.
+        found: usize,
     },
     /// An over-long sample under the policy `raise`.
     #[error(
@@ -124,6 +133,112 @@ pub enum Error {
         world_size: usize,
     },
 
+    // ---- tensors ----
+    /// A tensor argument of the wrong dtype.
+    #[error("{name} has dtype {found}, but must be {expected}")]
+    TensorDtype {
+        /// The argument, with the place in the list if it is one of a list.
+        name: String,
+        /// Its dtype, in torch's words.
+        found: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A tensor argument of the wrong shape.
+    #[error("{name} has shape {found:?}, but must be {expected}")]
+    TensorShape {
+        /// The argument, with the place in the list if it is one of a list.
+        name: String,
+        /// Its shape.
+        found: Vec<i64>,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A tensor argument that is not in main memory.
+    #[error("{name} is on {found}, but must be on the CPU: move it there with .cpu()")]
+    TensorDevice {
+        /// The argument, with the place in the list if it is one of a list.
+        name: String,
+        /// Its device.
+        found: String,
+    },
+    /// Two tensor arguments, or two items of two lists, whose lengths must agree and do not.
+    #[error(
+        "{name} has {found} entries, but {other} has {expected}: give one {name} entry per {other} entry"
+    )]
+    TensorLength {
+        /// The argument, with the place in the list if it is one of a list.
+        name: String,
+        /// Its entries.
+        found: i64,
+        /// The argument that it follows.
+        other: String,
+        /// The entries of that.
+        expected: i64,
+    },
+    /// A list of labels that is not as long as the list of samples.
+    #[error(
+        "labels has {found} tensors, but input_ids has {expected}: give one per sample, or none at all"
+    )]
+    ListLength {
+        /// Tensors in the list of labels.
+        found: usize,
+        /// Tensors in the list of samples.
+        expected: usize,
+    },
+    /// An integer option outside its range.
+    #[error("{name} is {found}, but must be {expected}")]
+    OptionValue {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        found: i64,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A string option that is none of the choices.
+    #[error("{name} is '{found}', but must be {expected}")]
+    OptionChoice {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        found: String,
+        /// The choices.
+        expected: &'static str,
+    },
+    /// A dtype option that is none of the choices.
+    #[error("{name} is torch.{found}, but must be {expected}")]
+    OptionDtype {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        found: String,
+        /// The choices.
+        expected: &'static str,
+    },
+    /// A pad value that the dtype of the values cannot hold.
+    #[error("pad is {found}, which {dtype} cannot hold")]
+    PadValue {
+        /// The pad value.
+        found: String,
+        /// The dtype of the values.
+        dtype: String,
+    },
+    /// The environment asks for a number of threads that is none.
+    #[error(
+        "the environment variable MULTIPACK_NUM_THREADS is '{found}', but must be a positive integer"
+    )]
+    ThreadCount {
+        /// What the variable holds.
+        found: String,
+    },
+    /// Torch refused, mostly for want of memory.
+    #[error("torch: {message}")]
+    Torch {
+        /// The first line of its words.
+        message: String,
+    },
+
     // ---- our own faults ----
     /// A panic or a broken invariant inside this crate.
     #[error("internal error: {message}; please report it")]
@@ -138,7 +253,8 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::SettingType { .. } => ErrorKind::Type,
-            Error::Internal { .. } => ErrorKind::Internal,
+            Error::TensorDtype { .. } | Error::OptionDtype { .. } => ErrorKind::Type,
+            Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
             _ => ErrorKind::Value,
         }
     }
