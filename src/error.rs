@@ -239,6 +239,163 @@ pub enum Error {
         message: String,
     },
 
+    // ---- batches ----
+    /// Offsets without any entry.
+    #[error("{name} is empty, but has one entry more than what it delimits: [0] for nothing")]
+    EmptyOffsets {
+        /// The argument.
+        name: &'static str,
+    },
+    /// An offset below 0.
+    #[error("offsets[{entry}] is {offset}, but an offset is 0 or more")]
+    NegativeOffset {
+        /// The place in offsets.
+        entry: usize,
+        /// What stands there.
+        offset: i64,
+    },
+    /// An offset smaller than the one before it.
+    #[error("offsets[{entry}] is {offset}, less than the {before} before it: offsets may not fall")]
+    FallingOffsets {
+        /// The place in offsets.
+        entry: usize,
+        /// What stands there.
+        offset: i64,
+        /// What stands before it.
+        before: i64,
+    },
+    /// A sample that ends after the last token.
+    #[error("offsets[{entry}] is {offset}, past the end of the {tokens} tokens")]
+    OffsetPastTokens {
+        /// The place in offsets.
+        entry: usize,
+        /// What stands there.
+        offset: i64,
+        /// The tokens, or labels, that there are.
+        tokens: usize,
+    },
+    /// A sample that does not exist.
+    #[error("index[{entry}] is {sample}, but samples are numbered from 0 and there are {samples}")]
+    SampleIndex {
+        /// The place in index.
+        entry: usize,
+        /// What stands there.
+        sample: i64,
+        /// The number of samples.
+        samples: usize,
+    },
+    /// A first row that leaves samples out.
+    #[error("row_offsets[0] is {found}, but the first row starts at 0")]
+    RowsStart {
+        /// What stands there.
+        found: i64,
+    },
+    /// A last row that ends elsewhere than the samples.
+    #[error(
+        "row_offsets ends at {found}, but index has {samples} entries: the last row ends there"
+    )]
+    RowsEnd {
+        /// Its last entry.
+        found: i64,
+        /// The samples of the microbatch.
+        samples: usize,
+    },
+    /// A row without samples.
+    #[error(
+        "row {row} starts at {start} and ends at {end} of index: every row has at least one sample"
+    )]
+    EmptyRow {
+        /// The row.
+        row: usize,
+        /// Its entry of row_offsets.
+        start: i64,
+        /// The next one.
+        end: i64,
+    },
+    /// A row that needs more room than it was given.
+    #[error(
+        "row {row} needs {tokens} tokens, more than row_len {row_len}; raise row_len, or put fewer \
+         samples in the row"
+    )]
+    RowTooLong {
+        /// The row.
+        row: usize,
+        /// The tokens of its slots.
+        tokens: usize,
+        /// The tokens it may have.
+        row_len: usize,
+    },
+    /// A batch that cu_seqlens cannot count.
+    #[error(
+        "a batch of {rows} rows of {row_len} tokens is more than the {} that int32 offsets can count; \
+         use fewer or shorter rows",
+        i32::MAX
+    )]
+    BatchTooLong {
+        /// Its rows.
+        rows: usize,
+        /// The tokens of each, or of the first that is too long, as far as it was added up.
+        row_len: usize,
+    },
+    /// A padded tail left out of cu_seqlens, with rows behind it.
+    #[error(
+        "padded_tail 'none' needs a batch of one row, but there are {rows}: cu_seqlens could not say \
+         where the next row begins; use 'own'"
+    )]
+    TailLeftOut {
+        /// The rows.
+        rows: usize,
+    },
+    /// A padded tail merged into a sample that would see it.
+    #[error(
+        "padded_tail 'last' needs causal attention: without it the last sample attends to its \
+         padding; use 'own'"
+    )]
+    TailMerged,
+    /// A mask that would not fit in memory, or should not.
+    #[error(
+        "a mask of {rows} rows of {row_len} x {row_len} takes {bytes} bytes, more than the {limit} that \
+         a mask may take; use attention that reads cu_seqlens, or fewer or shorter rows"
+    )]
+    MaskTooLarge {
+        /// The rows of the batch.
+        rows: usize,
+        /// The tokens of each.
+        row_len: usize,
+        /// The bytes of the mask.
+        bytes: u128,
+        /// The most bytes of a mask.
+        limit: u128,
+    },
+
+    /// Fewer samples than a round of all ranks has rows, when rows are to be split.
+    #[error(
+        "{samples} samples cannot be split over the {rows} rows of a round of all ranks; use fewer ranks or a smaller \
+         micro_batch_size, or set incomplete_batches to fill"
+    )]
+    TooFewToSplit {
+        /// Retained samples.
+        samples: usize,
+        /// Rows that are needed.
+        rows: usize,
+    },
+    /// A rank or a microbatch that does not exist.
+    #[error("{name} is {found}, but must be from 0 to {last}", last = end - 1)]
+    OutOfRange {
+        /// The argument.
+        name: &'static str,
+        /// Its value.
+        found: i64,
+        /// One past the largest value allowed.
+        end: i64,
+    },
+    /// Arrays that are not a plan.
+    #[error("these arrays are no plan: {message}")]
+    BrokenPlan {
+        /// What is wrong.
+        message: String,
+    },
+
     // ---- our own faults ----
     /// A panic or a broken invariant inside this crate.
     #[error("internal error: {message}; please report it")]
@@ -253,8 +410,10 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::SettingType { .. } => ErrorKind::Type,
+            Error::OutOfRange { .. } => ErrorKind::Index,
             Error::TensorDtype { .. } | Error::OptionDtype { .. } => ErrorKind::Type,
             Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
+            Error::SampleIndex { .. } => ErrorKind::Index,
             _ => ErrorKind::Value,
         }
     }

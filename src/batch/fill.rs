@@ -1,0 +1,213 @@
+//! Writing a batch: every output once, in the order of memory, at the speed of copying.
+//!
+//! A segment is a contiguous run in each output, so that it is written by whole-slice operations: a
+//! copy (that widens int32), a count upwards, two fills. There is no decision per token. Outputs of
+//! more than about 64k tokens are cut between segments into parts for several threads; a part owns
+//! its slices of every output, so nothing is shared and the answer is the same for any number.
+
+use std::ops::Range;
+
+use super::layout::Segment;
+use super::{IGNORED_LABEL, Layout, PARALLEL_TOKENS};
+use crate::{Error, Result, parallel};
+
+/// The outputs of [`Layout::fill`], each of R·L entries in row order. What they held before does not
+/// matter: every entry is written.
+#[derive(Debug)]
+pub struct BatchSlices<'a> {
+    /// Token ids; the pad id on padding.
+    pub input_ids: &'a mut [i64],
+    /// Labels, not shifted; -100 on padding and on what is not supervised.
+    pub labels: &'a mut [i64],
+    /// Positions, from the start again in every segment.
+    pub position_ids: &'a mut [i64],
+    /// 1, 2, … within each row; 0 on padding.
+    pub segment_ids: &'a mut [i32],
+}
+
+impl<'a> BatchSlices<'a> {
+    fn split_at(self, tokens: usize) -> (BatchSlices<'a>, BatchSlices<'a>) {
+        let (ids, ids_rest) = self.input_ids.split_at_mut(tokens);
+        let (labels, labels_rest) = self.labels.split_at_mut(tokens);
+        let (positions, positions_rest) = self.position_ids.split_at_mut(tokens);
+        let (segments, segments_rest) = self.segment_ids.split_at_mut(tokens);
+        (
+            BatchSlices {
+                input_ids: ids,
+                labels,
+                position_ids: positions,
+                segment_ids: segments,
+            },
+            BatchSlices {
+                input_ids: ids_rest,
+                labels: labels_rest,
+                position_ids: positions_rest,
+                segment_ids: segments_rest,
+            },
+        )
+    }
+}
+
+impl Layout {
+    /// Writes the batch into `out`.
+    ///
+    /// `labels` share the offsets of `tokens`; without them every token is its own label. With
+    /// `mask_first_label` the first label of each sample becomes -100, so that no sample is
+    /// predicted from the one before it. The pad id is only ever written, never searched for: a
+    /// sample may contain it.
+    ///
+    /// # Errors
+    ///
+    /// Labels of another length than the tokens.
+    ///
+    /// # Panics
+    ///
+    /// If `tokens` is not as long as the layout was made for, or an output not R·L long.
+    pub fn fill<T, U>(
+        &self,
+        tokens: &[T],
+        labels: Option<&[U]>,
+        pad_token_id: i64,
+        mask_first_label: bool,
+        out: BatchSlices<'_>,
+        threads: usize,
+    ) -> Result<()>
+    where
+        T: Copy + Into<i64> + Sync,
+        U: Copy + Into<i64> + Sync,
+    {
+        assert_eq!(tokens.len(), self.tokens, "not the tokens of this layout");
+        match labels {
+            Some(labels) if labels.len() != tokens.len() => {
+                return Err(Error::TensorLength {
+                    name: "labels".into(),
+                    found: labels.len() as i64,
+                    other: "tokens".into(),
+                    expected: tokens.len() as i64,
+                });
+            }
+            Some(labels) => {
+                self.fill_from(tokens, labels, pad_token_id, mask_first_label, out, threads);
+            }
+            None => self.fill_from(tokens, tokens, pad_token_id, mask_first_label, out, threads),
+        }
+        Ok(())
+    }
+
+    fn fill_from<T, U>(
+        &self,
+        tokens: &[T],
+        labels: &[U],
+        pad_token_id: i64,
+        mask_first_label: bool,
+        mut out: BatchSlices<'_>,
+        threads: usize,
+    ) where
+        T: Copy + Into<i64> + Sync,
+        U: Copy + Into<i64> + Sync,
+    {
+        let size = self.rows() * self.row_len();
+        assert_eq!(size, out.input_ids.len(), "input_ids");
+        assert_eq!(size, out.labels.len(), "labels");
+        assert_eq!(size, out.position_ids.len(), "position_ids");
+        assert_eq!(size, out.segment_ids.len(), "segment_ids");
+
+        let mut parts = Vec::new();
+        for (segments, size) in self.parts(threads) {
+            let (part, rest) = out.split_at(size);
+            parts.push((segments, part));
+            out = rest;
+        }
+        parallel::for_each(threads, parts, |(segments, mut out)| {
+            for segment in segments {
+                let (this, rest) = out.split_at(segment.slot);
+                out = rest;
+                let (real, padding) = this.split_at(segment.copied);
+                let source = segment.source..segment.source + segment.copied;
+                widen(&tokens[source.clone()], real.input_ids);
+                widen(&labels[source], real.labels);
+                if let (true, [first, ..]) = (mask_first_label, &mut *real.labels) {
+                    *first = IGNORED_LABEL;
+                }
+                let bend = self.position_start + segment.copied as i64;
+                count_up(self.position_start, real.position_ids);
+                count_up(bend, padding.position_ids);
+                real.segment_ids.fill(segment.id);
+                padding.input_ids.fill(pad_token_id);
+                padding.labels.fill(IGNORED_LABEL);
+                padding.segment_ids.fill(0);
+            }
+        });
+    }
+
+    /// Lays any other per-token values out like the tokens: `pad` where there is no token.
+    ///
+    /// # Panics
+    ///
+    /// If `values` is not as long as the layout was made for, or `out` not R·L long.
+    pub fn fill_values<V: Copy + Send + Sync>(
+        &self,
+        values: &[V],
+        pad: V,
+        out: &mut [V],
+        threads: usize,
+    ) {
+        assert_eq!(values.len(), self.tokens, "not the values of this layout");
+        assert_eq!(self.rows() * self.row_len(), out.len(), "out");
+        let mut rest = out;
+        let mut parts = Vec::new();
+        for (segments, size) in self.parts(threads) {
+            let (part, behind) = rest.split_at_mut(size);
+            parts.push((segments, part));
+            rest = behind;
+        }
+        parallel::for_each(threads, parts, |(segments, mut out)| {
+            for segment in segments {
+                let (this, rest) = out.split_at_mut(segment.slot);
+                out = rest;
+                let (real, padding) = this.split_at_mut(segment.copied);
+                real.copy_from_slice(&values[segment.source..segment.source + segment.copied]);
+                padding.fill(pad);
+            }
+        });
+    }
+
+    /// The segments in parts of about equal size, each with its number of tokens: a single one for
+    /// small batches or one thread. More parts than threads, because a thread may come late.
+    fn parts(&self, threads: usize) -> Vec<(&[Segment], usize)> {
+        let size = self.rows() * self.row_len();
+        let target = if threads > 1 && size >= PARALLEL_TOKENS {
+            size.div_ceil(4 * threads)
+        } else {
+            size
+        };
+        let mut parts = Vec::new();
+        let (mut first, mut tokens) = (0, 0);
+        let mut cut = |range: Range<usize>, tokens| {
+            if !range.is_empty() {
+                parts.push((&self.segments[range], tokens));
+            }
+        };
+        for (i, segment) in self.segments.iter().enumerate() {
+            tokens += segment.slot;
+            if tokens >= target {
+                cut(first..i + 1, tokens);
+                (first, tokens) = (i + 1, 0);
+            }
+        }
+        cut(first..self.segments.len(), tokens);
+        parts
+    }
+}
+
+fn widen<T: Copy + Into<i64>>(from: &[T], to: &mut [i64]) {
+    for (to, &from) in to.iter_mut().zip(from) {
+        *to = from.into();
+    }
+}
+
+fn count_up(from: i64, to: &mut [i64]) {
+    for (to, position) in to.iter_mut().zip(from..) {
+        *to = position;
+    }
+}

@@ -1,0 +1,108 @@
+//! Batches: from flat tokens and a list of samples to the arrays that a trainer feeds to its model.
+//!
+//! Everything here works on plain slices. Tokens are flat: sample `i` is
+//! `tokens[offsets[i]..offsets[i + 1]]`. A microbatch is a list of samples (`index`) cut into rows
+//! (`row_offsets`). [`Layout`] checks these once and decides where everything goes;
+//! [`Layout::fill`] then writes ids, labels, positions and segment ids in one pass over memory that
+//! the caller owns. [`block_mask`] turns segment ids into a dense attention mask, for attention that
+//! has nothing better; [`boundaries`] recovers `cu_seqlens` from positions; [`label_counts`] counts
+//! what the planner needs.
+//!
+//! For lengths 3 and 2 in a row of 8 tokens:
+//!
+//! | | |
+//! |---|---|
+//! | `position_ids` | 0 1 2 0 1 0 1 2 |
+//! | `segment_ids` | 1 1 1 2 2 0 0 0 |
+//! | `cu_seqlens` | 0 3 5 8 |
+//!
+//! The parts do not know torch. Whoever calls them owns every array, so outputs are slices that are
+//! written completely, whatever was in them before.
+
+mod boundaries;
+mod fill;
+mod labels;
+mod layout;
+mod mask;
+
+pub use boundaries::boundaries;
+pub use fill::BatchSlices;
+pub use labels::label_counts;
+pub use layout::{Layout, LayoutOptions, PaddedTail};
+pub use mask::{MaskDtype, MaskSlice, block_mask, mask_len};
+
+use crate::{Error, Result};
+
+/// The label of a token that does not enter the loss.
+pub const IGNORED_LABEL: i64 = -100;
+
+/// The most tokens of a batch: `cu_seqlens` counts them in int32.
+const MOST_TOKENS: usize = i32::MAX as usize;
+
+/// Below this, threads cost more than they save (about 100 µs of copying).
+const PARALLEL_TOKENS: usize = 1 << 16;
+
+/// The number of samples that `offsets` delimits, after a look at its two ends.
+///
+/// The entries between are checked by [`sample`] as they are used: a batch of a thousand samples
+/// must not cost a walk over the offsets of ten million.
+fn sample_count(offsets: &[i64], tokens: usize) -> Result<usize> {
+    let (&[first, ..], &[.., last]) = (offsets, offsets) else {
+        return Err(Error::EmptyOffsets { name: "offsets" });
+    };
+    if first < 0 {
+        return Err(Error::NegativeOffset {
+            entry: 0,
+            offset: first,
+        });
+    }
+    let entry = offsets.len() - 1;
+    if usize::try_from(last).is_ok_and(|last| last > tokens) {
+        return Err(Error::OffsetPastTokens {
+            entry,
+            offset: last,
+            tokens,
+        });
+    }
+    Ok(entry)
+}
+
+/// Where sample `i` of those that `offsets` delimits begins, and its length.
+fn sample(offsets: &[i64], i: usize, tokens: usize) -> Result<(usize, usize)> {
+    let (start, end) = (offsets[i], offsets[i + 1]);
+    let Ok(first) = usize::try_from(start) else {
+        return Err(Error::NegativeOffset {
+            entry: i,
+            offset: start,
+        });
+    };
+    if end < start {
+        return Err(Error::FallingOffsets {
+            entry: i + 1,
+            offset: end,
+            before: start,
+        });
+    }
+    // Not negative, because `start` is not.
+    let past = end as usize;
+    if past > tokens {
+        return Err(Error::OffsetPastTokens {
+            entry: i + 1,
+            offset: end,
+            tokens,
+        });
+    }
+    Ok((first, past - first))
+}
+
+/// An option as `usize`, if it lies in `least..=i32::MAX`.
+fn option(name: &'static str, value: i64, least: i64, expected: &'static str) -> Result<usize> {
+    match i32::try_from(value) {
+        Ok(small) if value >= least => Ok(small as usize),
+        _ => Err(Error::OptionValue {
+            name,
+            found: value,
+            expected,
+        }),
+    }
+}
