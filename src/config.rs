@@ -1,0 +1,533 @@
+//! The settings of a plan and of its batches, validated once.
+//!
+//! [`Config`] is what every layer above speaks: Python mirrors it as a dataclass and hands it over as JSON, the op
+//! `multipack::plan` takes that JSON, and a saved plan carries it. [`Config::from_json`] checks each key by one table
+//! of rules ([`RULES`]) and then the keys against one another, so that inside the crate a `Config` can be relied on.
+//! A setting of the wrong kind, out of range, misspelt, or without effect beside another one is an error that names it;
+//! nothing is clamped.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::{Error, Result};
+
+/// The most tokens that a microbatch may hold: `cu_seqlens` is int32.
+pub const MOST_TOKENS: u64 = i32::MAX as u64;
+
+/// Which of the two kinds of passes over the data is planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// Training: another order each epoch.
+    Train,
+    /// Evaluation: its own batch size, the same order every time, nothing left out, never balanced.
+    Eval,
+}
+
+/// How the samples of a microbatch lie in its tensors. Follows from the settings: see [`Config::layout`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BatchLayout {
+    /// Packed into one row of `micro_batch_size × sequence_len`.
+    OneRow,
+    /// Packed into `micro_batch_size` rows of `sequence_len` each.
+    RealRows,
+    /// `micro_batch_size` samples, each in a row of its own, padded to the longest.
+    Padded,
+    /// `micro_batch_size` samples end to end in one row, without padding.
+    Flattened,
+}
+
+impl BatchLayout {
+    /// Whether rows are packed up to a capacity, rather than given a fixed number of samples.
+    pub fn is_packed(self) -> bool {
+        matches!(self, BatchLayout::OneRow | BatchLayout::RealRows)
+    }
+}
+
+/// Declares an enum of setting values together with the list of their names.
+macro_rules! choices {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $name { $($(#[$vdoc])* #[serde(rename = $text)] $variant),+ }
+
+        impl $name {
+            /// The values as they are written in settings.
+            pub const NAMES: &'static [&'static str] = &[$($text),+];
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = ();
+
+            fn from_str(text: &str) -> std::result::Result<Self, ()> {
+                match text { $($text => Ok(Self::$variant),)+ _ => Err(()) }
+            }
+        }
+    };
+}
+
+choices! {
+    /// How samples are put into rows. See [`crate::pack`] for when each is the right one.
+    Algorithm {
+        /// Longest first, into the fullest row that still has space: the densest.
+        BestFitDecreasing = "best_fit_decreasing",
+        /// In seeded order, into the first row that still has space.
+        FirstFit = "first_fit",
+        /// In seeded order, into the last row, or a new one.
+        NextFit = "next_fit",
+    }
+}
+
+choices! {
+    /// What happens to a sample longer than `sequence_len`.
+    ExcessLength {
+        /// It is left out, counted and reported.
+        Drop = "drop",
+        /// Its first `sequence_len` tokens are kept.
+        Truncate = "truncate",
+        /// It is an error.
+        Raise = "raise",
+    }
+}
+
+choices! {
+    /// What happens to rows that do not fill a round of all ranks.
+    Incomplete {
+        /// They are left out, others each epoch.
+        Drop = "drop",
+        /// The fullest rows are split until a round is full.
+        Split = "split",
+        /// Rows are repeated, with all their labels at -100.
+        Fill = "fill",
+    }
+}
+
+choices! {
+    /// What the padding after the last sample of a row belongs to.
+    PaddedTail {
+        /// Segments of its own, none longer than `sequence_len`.
+        Own = "own",
+        /// The last sample's segment; for causal models only.
+        Last = "last",
+        /// Nothing: `cu_seqlens` ends at the last real token. One row only.
+        None = "none",
+    }
+}
+
+choices! {
+    /// What the work of a microbatch is measured by.
+    BalanceCost {
+        /// `padded` for the padded layout, else `tokens`.
+        Auto = "auto",
+        /// Real tokens.
+        Tokens = "tokens",
+        /// Rows × row length.
+        Padded = "padded",
+        /// `balance_cost_linear` × tokens + Σ length².
+        Attention = "attention",
+    }
+}
+
+/// All settings, with their defaults. The keys and their meaning are the ones of the README's table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Config {
+    /// Most tokens of one sample, and the unit of the row capacity. Needed to plan.
+    pub sequence_len: Option<u64>,
+    /// Rows of a microbatch, or samples in the layouts with a fixed number of them.
+    pub micro_batch_size: u64,
+    /// The same for evaluation; none: as `micro_batch_size`.
+    pub eval_batch_size: Option<u64>,
+    /// Microbatches per rank and optimizer step.
+    pub gradient_accumulation_steps: u64,
+    /// Data-parallel ranks.
+    pub world_size: u64,
+    /// Whether rows are packed up to a capacity.
+    pub sample_packing: bool,
+    /// Without packing: samples end to end in one row instead of padded rows.
+    pub batch_flattening: bool,
+    /// Packed: `micro_batch_size` rows of `sequence_len` instead of one long row.
+    pub multipack_real_batches: Option<bool>,
+    /// How rows are packed.
+    pub sample_packing_algorithm: Algorithm,
+    /// Keep the dataset's order: next fit, no shuffling.
+    pub sample_packing_sequentially: bool,
+    /// Most samples in a row.
+    pub sample_packing_bin_size: Option<u64>,
+    /// Pack so many samples at a time.
+    pub sample_packing_group_size: Option<u64>,
+    /// Even out the supervised tokens.
+    pub balance_labels: bool,
+    /// Optimizer steps balanced together.
+    pub label_balance_window_optim_steps: u64,
+    /// What the work of a microbatch is measured by.
+    pub balance_cost: BalanceCost,
+    /// Weight of a token beside Σ length² when `balance_cost` is `attention`.
+    pub balance_cost_linear: f64,
+    /// What happens to a sample longer than `sequence_len`.
+    pub excess_length_strategy: ExcessLength,
+    /// Shorter samples are dropped and counted; empty ones always.
+    pub min_sample_len: u64,
+    /// Drop samples without a supervised token, where label counts are given.
+    pub drop_unlabelled: bool,
+    /// What happens to rows that do not fill a round of all ranks, in training.
+    pub incomplete_batches: Incomplete,
+    /// A row's length is rounded up to a multiple of this.
+    pub pad_to_multiple_of: u64,
+    /// Pad every row to the capacity.
+    pub pad_to_sequence_len: bool,
+    /// Each sample's slot is rounded up to a multiple of this.
+    pub align_samples_to: u64,
+    /// Whether the first label of every sample is masked, so that no label crosses a border.
+    pub mask_first_label: bool,
+    /// What the padding at the end of a row belongs to.
+    pub padded_tail: PaddedTail,
+    /// `sample_packing` for evaluation; none: the same.
+    pub eval_sample_packing: Option<bool>,
+    /// Samples per buffer of a stream.
+    pub streaming_multipack_buffer_size: u64,
+    /// The seed of everything, unless `data_seed` is given.
+    pub seed: u64,
+    /// The seed of planning; none: `seed`.
+    pub data_seed: Option<u64>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            sequence_len: None,
+            micro_batch_size: 1,
+            eval_batch_size: None,
+            gradient_accumulation_steps: 1,
+            world_size: 1,
+            sample_packing: true,
+            batch_flattening: false,
+            multipack_real_batches: None,
+            sample_packing_algorithm: Algorithm::BestFitDecreasing,
+            sample_packing_sequentially: false,
+            sample_packing_bin_size: None,
+            sample_packing_group_size: None,
+            balance_labels: false,
+            label_balance_window_optim_steps: 1,
+            balance_cost: BalanceCost::Auto,
+            balance_cost_linear: 0.0,
+            excess_length_strategy: ExcessLength::Drop,
+            min_sample_len: 1,
+            drop_unlabelled: true,
+            incomplete_batches: Incomplete::Drop,
+            pad_to_multiple_of: 1,
+            pad_to_sequence_len: false,
+            align_samples_to: 1,
+            mask_first_label: true,
+            padded_tail: PaddedTail::Own,
+            eval_sample_packing: None,
+            streaming_multipack_buffer_size: 10_000,
+            seed: 0,
+            data_seed: None,
+        }
+    }
+}
+
+/// What a key accepts.
+#[derive(Clone, Copy)]
+enum Accepts {
+    /// An integer from 1 to [`MOST_TOKENS`].
+    Count,
+    /// An integer from 0.
+    Seed,
+    /// A number from 0.
+    Weight,
+    Bool,
+    Choice(&'static [&'static str]),
+}
+
+use Accepts::{Bool, Choice, Count, Seed, Weight};
+
+/// One rule per key; the one place that says what a single value may be.
+const RULES: &[(&str, Accepts)] = &[
+    ("sequence_len", Count),
+    ("micro_batch_size", Count),
+    ("eval_batch_size", Count),
+    ("gradient_accumulation_steps", Count),
+    ("world_size", Count),
+    ("sample_packing", Bool),
+    ("batch_flattening", Bool),
+    ("multipack_real_batches", Bool),
+    ("sample_packing_algorithm", Choice(Algorithm::NAMES)),
+    ("sample_packing_sequentially", Bool),
+    ("sample_packing_bin_size", Count),
+    ("sample_packing_group_size", Count),
+    ("balance_labels", Bool),
+    ("label_balance_window_optim_steps", Count),
+    ("balance_cost", Choice(BalanceCost::NAMES)),
+    ("balance_cost_linear", Weight),
+    ("excess_length_strategy", Choice(ExcessLength::NAMES)),
+    ("min_sample_len", Count),
+    ("drop_unlabelled", Bool),
+    ("incomplete_batches", Choice(Incomplete::NAMES)),
+    ("pad_to_multiple_of", Count),
+    ("pad_to_sequence_len", Bool),
+    ("align_samples_to", Count),
+    ("mask_first_label", Bool),
+    ("padded_tail", Choice(PaddedTail::NAMES)),
+    ("eval_sample_packing", Bool),
+    ("streaming_multipack_buffer_size", Count),
+    ("seed", Seed),
+    ("data_seed", Seed),
+];
+
+impl Accepts {
+    fn expected(self) -> String {
+        match self {
+            Count => format!("an integer from 1 to {MOST_TOKENS}"),
+            Seed => format!("an integer from 0 to {}", u64::MAX),
+            Weight => "a number from 0".into(),
+            Bool => "true or false".into(),
+            Choice(names) => format!("one of {}", names.join(", ")),
+        }
+    }
+
+    /// Whether `value` is allowed, and else whether at least its kind is right.
+    fn check(self, value: &Value) -> std::result::Result<(), WrongValue> {
+        let (kind, range) = match self {
+            Count => (
+                is_integer(value),
+                value
+                    .as_u64()
+                    .is_some_and(|v| (1..=MOST_TOKENS).contains(&v)),
+            ),
+            Seed => (is_integer(value), value.is_u64()),
+            Weight => (value.is_number(), value.as_f64().is_some_and(|v| v >= 0.0)),
+            Bool => (value.is_boolean(), true),
+            Choice(names) => (
+                value.is_string(),
+                value.as_str().is_some_and(|v| names.contains(&v)),
+            ),
+        };
+        match (kind, range) {
+            (true, true) => Ok(()),
+            (true, false) => Err(WrongValue::Range),
+            (false, _) => Err(WrongValue::Kind),
+        }
+    }
+}
+
+enum WrongValue {
+    Kind,
+    Range,
+}
+
+/// An integer of any size. JSON integers beyond 64 bits arrive as floats without a fraction.
+fn is_integer(value: &Value) -> bool {
+    value.is_u64() || value.is_i64() || value.as_f64().is_some_and(|v| v.abs() >= 1e18)
+}
+
+impl Config {
+    /// Reads settings from a JSON object; absent keys and nulls take their defaults.
+    ///
+    /// ```
+    /// use multipack::Config;
+    ///
+    /// let config = Config::from_json(r#"{"sequence_len": 4096, "micro_batch_size": 2}"#)?;
+    /// assert_eq!(config.micro_batch_size, 2);
+    /// assert_eq!(config.gradient_accumulation_steps, 1);
+    ///
+    /// let error = Config::from_json(r#"{"sequence_length": 4096}"#).unwrap_err();
+    /// assert_eq!(
+    ///     error.to_string(),
+    ///     "unknown setting 'sequence_length', did you mean 'sequence_len'?"
+    /// );
+    /// # Ok::<(), multipack::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownSetting`], [`Error::SettingType`], [`Error::SettingValue`], [`Error::SettingConflict`] and
+    /// [`Error::SettingSyntax`], each naming the key.
+    pub fn from_json(text: &str) -> Result<Config> {
+        let syntax = |e: serde_json::Error| Error::SettingSyntax {
+            message: e.to_string(),
+        };
+        let given: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+        let defaults = serde_json::to_value(Config::default()).map_err(syntax)?;
+        let Value::Object(mut settings) = defaults else {
+            return Err(Error::Internal {
+                message: "the default settings are not an object".into(),
+            });
+        };
+        for (key, value) in given {
+            let Some((name, rule)) = RULES.iter().find(|(name, _)| *name == key) else {
+                return Err(Error::UnknownSetting {
+                    nearest: nearest_key(&key),
+                    key,
+                });
+            };
+            if value.is_null() {
+                continue;
+            }
+            rule.check(&value).map_err(|wrong| {
+                let (key, found, expected) = (*name, value.to_string(), rule.expected());
+                match wrong {
+                    WrongValue::Kind => Error::SettingType {
+                        key,
+                        found,
+                        expected,
+                    },
+                    WrongValue::Range => Error::SettingValue {
+                        key,
+                        found,
+                        expected,
+                    },
+                }
+            })?;
+            settings.insert(key, value);
+        }
+        let config: Config = serde_json::from_value(settings.into()).map_err(syntax)?;
+        config.check_together()?;
+        Ok(config)
+    }
+
+    /// All settings as a JSON object, in a fixed order: equal settings give equal text.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("plain numbers, strings and bools")
+    }
+
+    /// Refuses settings that exclude one another or would have no effect.
+    fn check_together(&self) -> Result<()> {
+        let conflict = |message: String| Err(Error::SettingConflict { message });
+        if self.balance_labels {
+            return conflict("balance_labels: label balancing is not part of this version".into());
+        }
+        if self.batch_flattening && self.sample_packing {
+            return conflict(
+                "batch_flattening lays a fixed number of samples end to end, so it needs \
+                 sample_packing: false"
+                    .into(),
+            );
+        }
+        let packs_eval = self.eval_sample_packing.unwrap_or(self.sample_packing);
+        if self.multipack_real_batches == Some(true) && !self.sample_packing && !packs_eval {
+            return conflict(
+                "multipack_real_batches shapes packed rows, so it needs sample_packing: true"
+                    .into(),
+            );
+        }
+        if self.sample_packing_sequentially && self.sample_packing_algorithm == Algorithm::FirstFit
+        {
+            return conflict(
+                "sample_packing_sequentially keeps the dataset's order by next fit, so \
+                 sample_packing_algorithm: first_fit cannot be kept"
+                    .into(),
+            );
+        }
+        let Some(sequence_len) = self.sequence_len else {
+            return Ok(());
+        };
+        for (key, batch_size) in [
+            ("micro_batch_size", self.micro_batch_size),
+            (
+                "eval_batch_size",
+                self.eval_batch_size.unwrap_or(self.micro_batch_size),
+            ),
+        ] {
+            if batch_size.saturating_mul(sequence_len) > MOST_TOKENS {
+                return conflict(format!(
+                    "{key} {batch_size} × sequence_len {sequence_len} is more than {MOST_TOKENS} tokens, \
+                     the most that the int32 cu_seqlens of one microbatch can count"
+                ));
+            }
+        }
+        for split in [Split::Train, Split::Eval] {
+            let layout = self.layout(split);
+            let capacity = self.capacity(split)?;
+            if layout.is_packed() && !capacity.is_multiple_of(self.align_samples_to) {
+                return conflict(format!(
+                    "align_samples_to {} must divide the row capacity {capacity}",
+                    self.align_samples_to
+                ));
+            }
+            let rows = match layout {
+                BatchLayout::RealRows | BatchLayout::Padded => self.batch_size(split),
+                BatchLayout::OneRow | BatchLayout::Flattened => 1,
+            };
+            if self.padded_tail == PaddedTail::None && rows > 1 {
+                return conflict(format!(
+                    "padded_tail: none leaves the tail out of cu_seqlens, which one row alone can do, \
+                     but a microbatch has {rows} rows"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// How the samples of a microbatch lie in its tensors.
+    pub fn layout(&self, split: Split) -> BatchLayout {
+        let packed = match split {
+            Split::Train => self.sample_packing,
+            Split::Eval => self.eval_sample_packing.unwrap_or(self.sample_packing),
+        };
+        match (packed, self.multipack_real_batches.unwrap_or(false)) {
+            (true, false) => BatchLayout::OneRow,
+            (true, true) => BatchLayout::RealRows,
+            (false, _) if self.batch_flattening => BatchLayout::Flattened,
+            (false, _) => BatchLayout::Padded,
+        }
+    }
+
+    /// Rows of a microbatch, or samples in the layouts with a fixed number of them.
+    pub fn batch_size(&self, split: Split) -> u64 {
+        match split {
+            Split::Train => self.micro_batch_size,
+            Split::Eval => self.eval_batch_size.unwrap_or(self.micro_batch_size),
+        }
+    }
+
+    /// Most tokens of a row.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SettingConflict`] without a `sequence_len`.
+    pub fn capacity(&self, split: Split) -> Result<u64> {
+        let sequence_len = self.require_sequence_len()?;
+        Ok(match self.layout(split) {
+            BatchLayout::OneRow | BatchLayout::Flattened => self.batch_size(split) * sequence_len,
+            BatchLayout::RealRows | BatchLayout::Padded => sequence_len,
+        })
+    }
+
+    /// `sequence_len`, or an error that asks for it.
+    pub(crate) fn require_sequence_len(&self) -> Result<u64> {
+        self.sequence_len.ok_or(Error::SettingConflict {
+            message: "sequence_len is needed to plan: the most tokens of one sample".into(),
+        })
+    }
+
+    /// The seed of planning.
+    pub fn planning_seed(&self) -> u64 {
+        self.data_seed.unwrap_or(self.seed)
+    }
+}
+
+/// The known key nearest to `key` by edit distance, if at most a third of it differs.
+fn nearest_key(key: &str) -> Option<&'static str> {
+    let (distance, name) = RULES
+        .iter()
+        .map(|(name, _)| (edit_distance(key, name), *name))
+        .min()?;
+    (3 * distance <= key.len().max(name.len())).then_some(name)
+}
+
+/// Levenshtein's distance between two short names, in bytes.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = i;
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let substituted = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}

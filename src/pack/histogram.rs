@@ -1,0 +1,114 @@
+//! How many items there are of each size.
+//!
+//! Lengths repeat: ten million samples have a few thousand distinct lengths. The best-fit packer and the lower bound
+//! work on this count instead of on the items. O(n + largest size) where sizes are dense enough for a table, else
+//! O(n log n) by sorting.
+
+/// The distinct sizes, falling, each with the number of its items.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Histogram {
+    /// Distinct sizes in tokens, falling.
+    pub sizes: Vec<u32>,
+    /// Items of each size.
+    pub counts: Vec<u32>,
+}
+
+impl Histogram {
+    /// Counts the sizes. Every size is at least 1.
+    ///
+    /// ```
+    /// use multipack::pack::Histogram;
+    ///
+    /// let histogram = Histogram::of([3, 5, 3].into_iter());
+    /// assert_eq!(histogram.sizes, [5, 3]);
+    /// assert_eq!(histogram.counts, [1, 2]);
+    /// ```
+    pub fn of(sizes: impl ExactSizeIterator<Item = u32> + Clone) -> Histogram {
+        let largest = sizes.clone().max().unwrap_or(0) as usize;
+        let mut histogram = Histogram {
+            sizes: Vec::new(),
+            counts: Vec::new(),
+        };
+        if largest <= table_bound(sizes.len()) {
+            let mut table = vec![0u32; largest + 1];
+            sizes.for_each(|size| table[size as usize] += 1);
+            for (size, &count) in table
+                .iter()
+                .enumerate()
+                .rev()
+                .filter(|&(_, &count)| count > 0)
+            {
+                histogram.sizes.push(size as u32);
+                histogram.counts.push(count);
+            }
+        } else {
+            let mut sorted: Vec<u32> = sizes.collect();
+            sorted.sort_unstable_by(|a, b| b.cmp(a));
+            for equal in sorted.chunk_by(|a, b| a == b) {
+                histogram.sizes.push(equal[0]);
+                histogram.counts.push(equal.len() as u32);
+            }
+        }
+        histogram
+    }
+
+    /// Distinct sizes.
+    pub fn len(&self) -> usize {
+        self.sizes.len()
+    }
+
+    /// Whether there are no items.
+    pub fn is_empty(&self) -> bool {
+        self.sizes.is_empty()
+    }
+
+    /// From a size to its number in `sizes`.
+    pub(super) fn lookup(&self) -> impl Fn(u32) -> usize {
+        let largest = self.sizes.first().copied().unwrap_or(0) as usize;
+        let items: usize = self.counts.iter().map(|&count| count as usize).sum();
+        let table = (largest <= table_bound(items)).then(|| {
+            let mut table = vec![0u32; largest + 1];
+            for (class, &size) in self.sizes.iter().enumerate() {
+                table[size as usize] = class as u32;
+            }
+            table
+        });
+        move |size| match &table {
+            Some(table) => table[size as usize] as usize,
+            None => self.sizes.partition_point(|&other| other > size),
+        }
+    }
+
+    /// A number of rows that no packing can beat; see [`super::lower_bound`].
+    pub(super) fn lower_bound(&self, bounds: super::Bounds) -> u64 {
+        let capacity = u64::from(bounds.capacity);
+        let classes = || self.sizes.iter().zip(&self.counts);
+        // Running sums over the falling sizes: items and tokens of the classes before each.
+        let (mut items, mut tokens) = (vec![0u64], vec![0u64]);
+        for (&size, &count) in classes() {
+            items.push(items[items.len() - 1] + u64::from(count));
+            tokens.push(tokens[tokens.len() - 1] + u64::from(size) * u64::from(count));
+        }
+        let (all_items, all_tokens) = (items[self.len()], tokens[self.len()]);
+        let above = |bound: u64| self.sizes.partition_point(|&size| u64::from(size) > bound);
+        let half = above(capacity / 2);
+
+        let mut best = all_tokens.div_ceil(capacity);
+        best = best.max(all_items.div_ceil(u64::from(bounds.limit)));
+        best = best.max(items[half]);
+        for class in half..self.len() {
+            let threshold = u64::from(self.sizes[class]);
+            let alone = above(capacity - threshold).min(half);
+            let beside = items[half] - items[alone];
+            let free = beside * capacity - (tokens[half] - tokens[alone]);
+            let small = tokens[class + 1] - tokens[half];
+            best = best.max(items[half] + small.saturating_sub(free).div_ceil(capacity));
+        }
+        best
+    }
+}
+
+/// The largest size for which a table of all sizes is worth its memory.
+fn table_bound(items: usize) -> usize {
+    (4 * items).max(1 << 16)
+}

@@ -1,0 +1,398 @@
+//! The plan of an epoch: which samples share a row, and which rank runs which rows when.
+//!
+//! [`plan`] is a pure function of lengths, label counts, settings, epoch and split: it retains, packs and schedules,
+//! and reports what it did. The result is three flat arrays, so a plan of millions of samples is cheap to keep, to
+//! hash, to save and to hand to a worker. Every rank makes the whole plan by itself and takes its share.
+
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::config::{BatchLayout, Config, Incomplete, Split};
+use crate::order::{Purpose, Stream};
+use crate::pack::{self, Bounds, Rows};
+use crate::samples::{Dropped, Inputs, Samples, Tally};
+use crate::schedule::{Round, Schedule};
+use crate::stats::Stats;
+use crate::{Error, Result};
+
+/// The version of the algorithms. The same inputs give the same plan in every release with the same number.
+pub const PLAN_VERSION: u32 = 1;
+
+/// A planned epoch. Samples → rows → microbatches, each as offsets into the level below.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Dataset indices, row after row.
+    pub index: Vec<i64>,
+    /// Where each row begins in `index`; one more entry than rows.
+    pub row_offsets: Vec<i64>,
+    /// Where each microbatch begins among the rows; one more entry than microbatches. Microbatches are ordered by
+    /// microstep and then by rank: number k × world_size + rank is the k-th of that rank.
+    pub batch_offsets: Vec<i64>,
+    /// What was planned, left out and measured.
+    pub report: Report,
+}
+
+/// What a plan says about itself. Its JSON form is what the op `multipack::plan` returns.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// [`PLAN_VERSION`].
+    pub version: u32,
+    /// Fingerprint of the settings and the three arrays: equal on every rank, or something is wrong.
+    pub digest: String,
+    /// Fingerprints of what went in, to find out what differs when two plans do.
+    pub inputs: InputDigests,
+    /// Training or evaluation.
+    pub split: Split,
+    /// The epoch that was asked for.
+    pub epoch: u64,
+    /// How the samples of a microbatch lie in its tensors.
+    pub layout: BatchLayout,
+    /// Most tokens of a row.
+    pub capacity: u64,
+    /// Data-parallel ranks.
+    pub world_size: u64,
+    /// Microbatches per rank and optimizer step; 1 for evaluation.
+    pub gradient_accumulation_steps: u64,
+    /// Microbatches of each rank.
+    pub microbatches_per_rank: u64,
+    /// Rows at the end of the plan that hold only repeats.
+    pub repeated_rows: u64,
+    /// Samples at the end of `index` that are repeats; their labels must all be masked.
+    pub repeated_samples: u64,
+    /// Rows left out because they do not fill a round.
+    pub unused_rows: u64,
+    /// Samples left out with them.
+    pub unused_samples: u64,
+    /// Samples that took part in planning.
+    pub retained: u64,
+    /// Samples that did not, by reason.
+    pub dropped: Dropped,
+    /// Samples cut to `sequence_len`.
+    pub truncated: Tally,
+    /// Sentences that the user should see once.
+    pub warnings: Vec<String>,
+    /// The schedule before balancing.
+    pub before: Stats,
+    /// The schedule as it is.
+    pub after: Stats,
+}
+
+/// Fingerprints of what went into a plan.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct InputDigests {
+    /// Of the settings.
+    pub settings: String,
+    /// Of the lengths.
+    pub lengths: String,
+    /// Of the label counts and starts, if given.
+    pub labels: Option<String>,
+}
+
+impl Report {
+    /// The report as a JSON object.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers, strings and maps with string keys")
+    }
+}
+
+/// Plans an epoch.
+///
+/// ```
+/// use multipack::{Config, Split, plan};
+///
+/// let config = Config::from_json(r#"{"sequence_len": 8}"#)?;
+/// let plan = plan(&[6, 11, 2], None, None, &config, 0, Split::Train)?;
+/// assert_eq!(plan.len(), 1); // 6 + 2 fill one row exactly
+/// assert_eq!(plan.report.dropped.over_long.count, 1); // 11 tokens do not fit in 8
+/// # Ok::<(), multipack::Error>(())
+/// ```
+///
+/// # Arguments
+///
+/// `lengths` are the tokens of each sample; `label_counts` their supervised tokens (none: all of them), without the
+/// first one when `mask_first_label` is on; `label_starts` whether a sample's first label is supervised, which matters
+/// only when it is off. Evaluation is planned with its own batch size, the same way in every epoch, and filled up.
+///
+/// # Errors
+///
+/// A negative length, a label count outside its sample, arrays of different lengths, an over-long sample under `raise`,
+/// settings without a `sequence_len`, and fewer complete microbatches than ranks.
+///
+/// # Complexity
+///
+/// O(n) and what the packing algorithm costs; about 24 bytes for each sample.
+pub fn plan(
+    lengths: &[i64],
+    label_counts: Option<&[i64]>,
+    label_starts: Option<&[bool]>,
+    config: &Config,
+    epoch: u64,
+    split: Split,
+) -> Result<Plan> {
+    let layout = config.layout(split);
+    let capacity = config.capacity(split)?;
+    let batch_size = config.batch_size(split) as usize;
+    let inputs = Inputs {
+        lengths,
+        label_counts,
+        label_starts,
+    };
+    let samples = Samples::retain(inputs, config)?;
+
+    let (rows, bounds) = lay_rows(&samples, config, epoch, split)?;
+    let round = Round {
+        rows_per_microbatch: if layout == BatchLayout::RealRows {
+            batch_size
+        } else {
+            1
+        },
+        world_size: config.world_size as usize,
+        items_per_row: (!layout.is_packed()).then_some(batch_size),
+        incomplete: match split {
+            Split::Train => config.incomplete_batches,
+            Split::Eval => Incomplete::Fill,
+        },
+    };
+    let rows_before = rows.len();
+    let schedule = Schedule::complete(rows, &samples.slots, round)?;
+
+    let mut warnings = Vec::new();
+    if samples.is_empty() {
+        warnings.push(samples.why_empty());
+    } else {
+        if samples.dropped.count() + samples.truncated.count > 0 {
+            warnings.push(samples.what_is_missing());
+        }
+        if schedule.rows.is_empty() {
+            warnings.push(format!(
+                "no complete microbatch, so the plan is empty: {}; incomplete_batches: fill or split keeps them",
+                match round.items_per_row {
+                    Some(_) => format!("{} samples, but a microbatch needs {batch_size}", samples.len()),
+                    None => format!("{rows_before} rows, but a microbatch needs {}", round.rows_per_microbatch),
+                }
+            ));
+        }
+    }
+
+    let Schedule {
+        rows,
+        repeated_items,
+        repeated_rows,
+        unused_rows,
+        unused_items,
+    } = schedule;
+    let microbatches = rows.len() / round.rows_per_microbatch;
+    let mut plan = Plan {
+        index: rows
+            .items
+            .iter()
+            .map(|&item| i64::from(samples.index[item as usize]))
+            .collect(),
+        row_offsets: rows
+            .offsets
+            .iter()
+            .map(|&offset| i64::from(offset))
+            .collect(),
+        batch_offsets: (0..=microbatches)
+            .map(|batch| (batch * round.rows_per_microbatch) as i64)
+            .collect(),
+        report: Report {
+            version: PLAN_VERSION,
+            digest: String::new(),
+            inputs: InputDigests {
+                settings: digest(|hash| hash.update(config.to_json().as_bytes())),
+                lengths: digest(|hash| update_with(hash, lengths)),
+                labels: (label_counts.is_some() || label_starts.is_some()).then(|| {
+                    digest(|hash| {
+                        update_with(hash, label_counts.unwrap_or_default());
+                        let starts = label_starts.unwrap_or_default();
+                        starts
+                            .iter()
+                            .for_each(|&start| hash.update(&[u8::from(start)]));
+                    })
+                }),
+            },
+            split,
+            epoch,
+            layout,
+            capacity,
+            world_size: config.world_size,
+            gradient_accumulation_steps: match split {
+                Split::Train => config.gradient_accumulation_steps,
+                Split::Eval => 1,
+            },
+            microbatches_per_rank: microbatches as u64 / config.world_size,
+            repeated_rows: repeated_rows as u64,
+            repeated_samples: repeated_items as u64,
+            unused_rows: unused_rows as u64,
+            unused_samples: unused_items as u64,
+            retained: samples.len() as u64,
+            dropped: samples.dropped.clone(),
+            truncated: samples.truncated.clone(),
+            warnings,
+            before: Stats::default(),
+            after: Stats::default(),
+        },
+    };
+    plan.report.after = Stats::of(&plan, &samples, config, bounds);
+    plan.report.before = plan.report.after.clone();
+    plan.report.digest = digest(|hash| {
+        hash.update(&PLAN_VERSION.to_le_bytes());
+        hash.update(config.to_json().as_bytes());
+        update_with(hash, &plan.index);
+        update_with(hash, &plan.row_offsets);
+        update_with(hash, &plan.batch_offsets);
+    });
+    Ok(plan)
+}
+
+impl Plan {
+    /// Microbatches of each rank.
+    pub fn len(&self) -> usize {
+        self.report.microbatches_per_rank as usize
+    }
+
+    /// Whether no rank has anything to do.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The samples of row `row`.
+    pub fn row(&self, row: usize) -> &[i64] {
+        &self.index[self.row_offsets[row] as usize..self.row_offsets[row + 1] as usize]
+    }
+
+    /// The rows of microbatch `batch`, counted by microstep and then by rank.
+    pub fn rows_of(&self, batch: usize) -> std::ops::Range<usize> {
+        self.batch_offsets[batch] as usize..self.batch_offsets[batch + 1] as usize
+    }
+}
+
+/// Microbatch `k` of a rank out of a plan's arrays: its samples, and where each of its rows begins among them.
+///
+/// ```
+/// use multipack::plan::microbatch;
+///
+/// // Rows [4, 0], [2], [1], [3, 5]; one row in a microbatch; two ranks.
+/// let (index, row_offsets) = ([4, 0, 2, 1, 3, 5], [0, 2, 3, 4, 6]);
+/// let (samples, rows) = microbatch(&index, &row_offsets, &[0, 1, 2, 3, 4], 2, 1, 1)?;
+/// assert_eq!((samples, rows), (vec![3, 5], vec![0, 2])); // the fourth microbatch
+/// # Ok::<(), multipack::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// [`Error::OutOfRange`] for a rank or a microbatch that does not exist, [`Error::BrokenPlan`] for arrays that are no
+/// plan.
+pub fn microbatch(
+    index: &[i64],
+    row_offsets: &[i64],
+    batch_offsets: &[i64],
+    world_size: i64,
+    rank: i64,
+    k: i64,
+) -> Result<(Vec<i64>, Vec<i64>)> {
+    let microbatches = batch_offsets.len() as i64 - 1;
+    if world_size < 1 || microbatches < 0 || microbatches % world_size != 0 {
+        return Err(Error::BrokenPlan {
+            message: format!(
+                "batch_offsets has {} entries, which is not one more than a multiple of world_size {world_size}",
+                batch_offsets.len()
+            ),
+        });
+    }
+    check_range("rank", rank, world_size)?;
+    check_range("k", k, microbatches / world_size)?;
+    let between = |name: &str, offsets: &[i64], at: i64, end: usize| {
+        let pair = usize::try_from(at)
+            .ok()
+            .and_then(|at| offsets.get(at..at + 2));
+        match pair {
+            Some(&[from, to]) if 0 <= from && from <= to && to as u64 <= end as u64 => {
+                Ok(from as usize..to as usize)
+            }
+            _ => Err(Error::BrokenPlan {
+                message: format!(
+                    "{name} is wrong at entry {at}: offsets must not fall or pass the end {end}"
+                ),
+            }),
+        }
+    };
+    let rows = between(
+        "batch_offsets",
+        batch_offsets,
+        k * world_size + rank,
+        row_offsets.len().saturating_sub(1),
+    )?;
+    let mut samples = Vec::new();
+    let mut offsets = vec![0];
+    for row in rows {
+        let items = between("row_offsets", row_offsets, row as i64, index.len())?;
+        samples.extend_from_slice(&index[items]);
+        offsets.push(samples.len() as i64);
+    }
+    Ok((samples, offsets))
+}
+
+fn check_range(name: &'static str, found: i64, end: i64) -> Result<()> {
+    match (0..end).contains(&found) {
+        true => Ok(()),
+        false => Err(Error::OutOfRange { name, found, end }),
+    }
+}
+
+/// Rows by the settings' layout, and what they may hold.
+fn lay_rows(
+    samples: &Samples,
+    config: &Config,
+    epoch: u64,
+    split: Split,
+) -> Result<(Rows, Bounds)> {
+    // Evaluation is the same every time.
+    let epoch = if split == Split::Eval { 0 } else { epoch };
+    let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Pack);
+    let packed = config.layout(split).is_packed();
+    let limit = match (packed, config.sample_packing_bin_size) {
+        (true, Some(limit)) => limit,
+        (true, None) => u64::from(u32::MAX),
+        (false, _) => config.batch_size(split),
+    };
+    let bounds = Bounds {
+        capacity: config.capacity(split)? as u32,
+        limit: limit as u32,
+    };
+    if packed {
+        return Ok((
+            pack::pack(&samples.slots, bounds, config, &mut stream),
+            bounds,
+        ));
+    }
+    let mut items: Vec<u32> = (0..samples.len() as u32).collect();
+    if split == Split::Train && !config.sample_packing_sequentially {
+        stream.shuffle(&mut items);
+    }
+    let mut rows = Rows::new();
+    for chunk in items.chunks(limit as usize) {
+        rows.push(chunk.iter().copied());
+    }
+    Ok((rows, bounds))
+}
+
+/// XXH3 (128 bits) in hexadecimal.
+fn digest(feed: impl FnOnce(&mut Xxh3)) -> String {
+    let mut hash = Xxh3::new();
+    feed(&mut hash);
+    format!("{:032x}", hash.digest128())
+}
+
+/// Hashes a count and then the numbers, as little-endian bytes whatever the machine.
+fn update_with(hash: &mut Xxh3, numbers: &[i64]) {
+    hash.update(&(numbers.len() as u64).to_le_bytes());
+    let mut bytes = [0u8; 4096];
+    for chunk in numbers.chunks(bytes.len() / 8) {
+        for (place, number) in bytes.chunks_exact_mut(8).zip(chunk) {
+            place.copy_from_slice(&number.to_le_bytes());
+        }
+        hash.update(&bytes[..8 * chunk.len()]);
+    }
+}

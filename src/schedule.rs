@@ -1,0 +1,170 @@
+//! Rows into rounds: every rank gets the same number of microbatches, always.
+//!
+//! A *round* is one microbatch for every rank. Rows that do not fill the last round are left out, or the fullest rows
+//! are split until they do, or rows are repeated with their labels masked: [`Incomplete`]. Nothing here needs to know
+//! what the other ranks do, so no rank can be left waiting.
+
+use std::collections::BinaryHeap;
+
+use crate::config::Incomplete;
+use crate::pack::Rows;
+use crate::{Error, Result};
+
+/// Rows that fill whole rounds, in the order in which they are used.
+#[derive(Debug, Clone)]
+pub struct Schedule {
+    /// The rows; row r belongs to microbatch r / rows_per_microbatch.
+    pub rows: Rows,
+    /// How many items at the very end are repeats of earlier ones.
+    pub repeated_items: usize,
+    /// How many rows at the very end hold nothing but repeats.
+    pub repeated_rows: usize,
+    /// Rows that were left out.
+    pub unused_rows: usize,
+    /// Items that were left out with them.
+    pub unused_items: usize,
+}
+
+/// What has to be filled.
+#[derive(Debug, Clone, Copy)]
+pub struct Round {
+    /// Rows of a microbatch.
+    pub rows_per_microbatch: usize,
+    /// Data-parallel ranks.
+    pub world_size: usize,
+    /// With a fixed number of items in a row, that number.
+    pub items_per_row: Option<usize>,
+    /// What to do with an incomplete last round.
+    pub incomplete: Incomplete,
+}
+
+impl Schedule {
+    /// Completes the last round of `rows`, whose items have the sizes `slots`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing, and
+    /// [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
+    pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
+        let round_rows = round.rows_per_microbatch * round.world_size;
+        let mut schedule = Schedule {
+            rows: Rows::new(),
+            repeated_items: 0,
+            repeated_rows: 0,
+            unused_rows: 0,
+            unused_items: 0,
+        };
+        if rows.is_empty() {
+            return Ok(schedule);
+        }
+        match round.incomplete {
+            Incomplete::Drop => {
+                let short = round
+                    .items_per_row
+                    .is_some_and(|items| rows.row(rows.len() - 1).len() < items);
+                let complete = rows.len() - usize::from(short);
+                let kept = complete - complete % round_rows;
+                if kept == 0 && round.world_size > 1 {
+                    return Err(Error::TooFewMicrobatches {
+                        microbatches: complete / round.rows_per_microbatch,
+                        world_size: round.world_size,
+                    });
+                }
+                let items = rows.offsets[kept] as usize;
+                schedule.unused_rows = rows.len() - kept;
+                schedule.unused_items = rows.items.len() - items;
+                rows.offsets.truncate(kept + 1);
+                rows.items.truncate(items);
+            }
+            Incomplete::Split => {
+                let wanted = rows.len().next_multiple_of(round_rows);
+                rows = split_fullest(rows, slots, wanted)?;
+            }
+            Incomplete::Fill => {
+                let (items, full_rows) = (rows.items.len(), rows.len());
+                if let Some(per_row) = round.items_per_row {
+                    // The last row is short: it is topped up with the first items.
+                    let missing = full_rows * per_row - items;
+                    for at in 0..missing {
+                        rows.items.push(rows.items[at % items]);
+                    }
+                    rows.offsets[full_rows] = rows.items.len() as u32;
+                }
+                schedule.repeated_rows = full_rows.next_multiple_of(round_rows) - full_rows;
+                for at in 0..schedule.repeated_rows {
+                    let again = rows.row(at % full_rows).to_vec();
+                    rows.push(again);
+                }
+                schedule.repeated_items = rows.items.len() - items;
+            }
+        }
+        schedule.rows = rows;
+        Ok(schedule)
+    }
+}
+
+/// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows. O(n + rows log rows).
+fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
+    if wanted == rows.len() {
+        return Ok(rows);
+    }
+    if rows.items.len() < wanted {
+        return Err(Error::TooFewToSplit {
+            samples: rows.items.len(),
+            rows: wanted,
+        });
+    }
+    let tokens = |items: &[u32]| {
+        items
+            .iter()
+            .map(|&i| u64::from(slots[i as usize]))
+            .sum::<u64>()
+    };
+    let mut parts: Vec<std::ops::Range<usize>> = rows
+        .offsets
+        .windows(2)
+        .map(|pair| pair[0] as usize..pair[1] as usize)
+        .collect();
+    // Fullest first; of equal ones the earliest row.
+    let entry = |number: usize, part: &std::ops::Range<usize>| {
+        (tokens(&rows.items[part.clone()]), std::cmp::Reverse(number))
+    };
+    let mut fullest: BinaryHeap<_> = parts
+        .iter()
+        .enumerate()
+        .filter(|(_, part)| part.len() > 1)
+        .map(|(number, part)| entry(number, part))
+        .collect();
+    while parts.len() < wanted {
+        let Some((total, std::cmp::Reverse(number))) = fullest.pop() else {
+            return Err(Error::Internal {
+                message: "no row is left to split".into(),
+            });
+        };
+        let part = parts[number].clone();
+        // The border nearest to half of the tokens, with at least one item on each side.
+        let (mut middle, mut before) = (
+            part.start + 1,
+            tokens(&rows.items[part.start..part.start + 1]),
+        );
+        while middle + 1 < part.end {
+            let next = before + tokens(&rows.items[middle..middle + 1]);
+            if next.abs_diff(total - next) >= before.abs_diff(total - before) {
+                break;
+            }
+            (middle, before) = (middle + 1, next);
+        }
+        parts[number] = part.start..middle;
+        parts.push(middle..part.end);
+        for number in [number, parts.len() - 1] {
+            if parts[number].len() > 1 {
+                fullest.push(entry(number, &parts[number]));
+            }
+        }
+    }
+    let mut split = Rows::new();
+    for part in parts {
+        split.push(rows.items[part].iter().copied());
+    }
+    Ok(split)
+}

@@ -1,0 +1,204 @@
+//! What a schedule is like, in numbers: density, padding, and how even the supervised tokens are.
+//!
+//! Standard deviations are those of the population. Values per optimizer step leave out an incomplete last step. What
+//! cannot be said (no complete step, one microbatch) is none, never a made-up zero. Repeated rows take up space, but
+//! bring neither tokens nor labels. O(n), in the order of the plan, so that every machine adds up the same.
+
+use serde::Serialize;
+
+use crate::config::{BalanceCost, BatchLayout, Config};
+use crate::pack::{self, Bounds};
+use crate::plan::Plan;
+use crate::samples::Samples;
+
+/// Statistics of a schedule. Counts are of the whole epoch over all ranks.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Stats {
+    /// Rows in the plan; padded samples count one by one.
+    pub rows: u64,
+    /// Rows that no packing of the retained samples can beat.
+    pub lower_bound: u64,
+    /// Real tokens as a share of the space: of rows × capacity when packed, else of the padded batches.
+    pub efficiency: Option<f64>,
+    /// Real tokens of a microbatch, on average.
+    pub mean_unpadded_length: Option<f64>,
+    /// Positions of the batches that hold no real token.
+    pub padding_tokens: u64,
+    /// Labels of a microbatch, on average.
+    pub mean_labels: Option<f64>,
+    /// Standard deviation of the labels of a microbatch.
+    pub microbatch_label_std: Option<f64>,
+    /// Standard deviation of the labels of a complete optimizer step.
+    pub step_label_std: Option<f64>,
+    /// Standard deviation of the real tokens of a complete optimizer step.
+    pub step_token_std: Option<f64>,
+    /// The heaviest rank's cost over the mean cost at a microstep, on average: 1 is even.
+    pub rank_cost_imbalance: Option<f64>,
+    /// Difference in size between consecutive microbatches of a rank, in tokens, on average.
+    pub rank_size_jump: Option<f64>,
+    /// Correlation of the mean sample length of neighbouring microbatches: near 0 is well mixed.
+    pub length_correlation: Option<f64>,
+}
+
+/// What one microbatch amounts to.
+#[derive(Debug, Clone, Copy, Default)]
+struct Load {
+    rows: u64,
+    samples: u64,
+    tokens: u64,
+    labels: i64,
+    /// Rows × row length.
+    size: u64,
+    squares: f64,
+}
+
+impl Stats {
+    /// Measures a plan.
+    pub(crate) fn of(plan: &Plan, samples: &Samples, config: &Config, bounds: Bounds) -> Stats {
+        let loads = loads(plan, samples, config);
+        let total = |part: fn(&Load) -> u64| loads.iter().map(part).sum::<u64>();
+        let (rows, tokens, size) = (total(|l| l.rows), total(|l| l.tokens), total(|l| l.size));
+        let space = if plan.report.layout.is_packed() {
+            rows * plan.report.capacity
+        } else {
+            size
+        };
+        let labels: Vec<f64> = loads.iter().map(|load| load.labels as f64).collect();
+        let lengths: Vec<f64> = loads.iter().map(|load| load.tokens as f64).collect();
+        let world = plan.report.world_size as usize;
+        let step = world * plan.report.gradient_accumulation_steps as usize;
+        let per_step = |values: &[f64]| -> Vec<f64> {
+            values
+                .chunks_exact(step)
+                .map(|step| step.iter().sum())
+                .collect()
+        };
+        let means: Vec<f64> = loads
+            .iter()
+            .filter(|load| load.samples > 0)
+            .map(|load| load.tokens as f64 / load.samples as f64)
+            .collect();
+        let neighbours = means.get(1..).unwrap_or_default();
+        Stats {
+            rows,
+            lower_bound: if plan.report.layout.is_packed() {
+                pack::lower_bound(&samples.slots, bounds)
+            } else {
+                rows
+            },
+            efficiency: ratio(tokens as f64, space as f64),
+            mean_unpadded_length: mean(&lengths),
+            padding_tokens: size - tokens,
+            mean_labels: mean(&labels),
+            microbatch_label_std: deviation(&labels),
+            step_label_std: deviation(&per_step(&labels)),
+            step_token_std: deviation(&per_step(&lengths)),
+            rank_cost_imbalance: imbalance(&loads, world, plan.report.layout, config),
+            rank_size_jump: size_jump(&loads, world),
+            length_correlation: correlation(&means[..neighbours.len()], neighbours),
+        }
+    }
+}
+
+/// What each microbatch amounts to.
+fn loads(plan: &Plan, samples: &Samples, config: &Config) -> Vec<Load> {
+    let report = &plan.report;
+    let real = plan.index.len() - report.repeated_samples as usize;
+    let padded = report.layout == BatchLayout::Padded;
+    let load_of = |batch: usize| {
+        let mut load = Load::default();
+        let mut longest = 0;
+        let mut add_row = |at: std::ops::Range<usize>| {
+            let mut slots = 0;
+            for place in at.clone() {
+                let sample = plan.index[place] as usize;
+                let length = samples.length(sample);
+                slots += (length as u64).next_multiple_of(config.align_samples_to);
+                if place < real {
+                    load.samples += 1;
+                    load.tokens += length as u64;
+                    load.labels += samples.labels(sample);
+                    load.squares += (length as f64).powi(2);
+                    if place == at.start {
+                        load.labels -= samples.lead_loss(sample);
+                    }
+                }
+            }
+            load.rows += 1;
+            longest = longest.max(slots);
+        };
+        for row in plan.rows_of(batch) {
+            let items = plan.row_offsets[row] as usize..plan.row_offsets[row + 1] as usize;
+            if padded {
+                items.for_each(|place| add_row(place..place + 1));
+            } else {
+                add_row(items);
+            }
+        }
+        let row_len = if config.pad_to_sequence_len {
+            report.capacity
+        } else {
+            longest.next_multiple_of(config.pad_to_multiple_of)
+        };
+        load.size = load.rows * row_len;
+        load
+    };
+    (0..plan.batch_offsets.len() - 1).map(load_of).collect()
+}
+
+/// The heaviest rank over the mean of the ranks, averaged over the microsteps.
+fn imbalance(loads: &[Load], world: usize, layout: BatchLayout, config: &Config) -> Option<f64> {
+    let cost = |load: &Load| match (config.balance_cost, layout) {
+        (BalanceCost::Attention, _) => {
+            config.balance_cost_linear * load.tokens as f64 + load.squares
+        }
+        (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
+        (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
+    };
+    let ratios: Vec<f64> = loads
+        .chunks_exact(world)
+        .filter_map(|microstep| {
+            let costs: Vec<f64> = microstep.iter().map(cost).collect();
+            ratio(costs.iter().copied().fold(0.0, f64::max), mean(&costs)?)
+        })
+        .collect();
+    mean(&ratios)
+}
+
+/// How much a rank's batch size changes from one microbatch to the next, on average.
+fn size_jump(loads: &[Load], world: usize) -> Option<f64> {
+    let jumps: Vec<f64> = loads
+        .iter()
+        .zip(loads.get(world..).unwrap_or_default())
+        .map(|(one, next)| one.size.abs_diff(next.size) as f64)
+        .collect();
+    mean(&jumps)
+}
+
+fn ratio(part: f64, whole: f64) -> Option<f64> {
+    (whole > 0.0).then(|| part / whole)
+}
+
+fn mean(values: &[f64]) -> Option<f64> {
+    ratio(values.iter().sum(), values.len() as f64)
+}
+
+fn deviation(values: &[f64]) -> Option<f64> {
+    let center = mean(values)?;
+    let squares: Vec<f64> = values
+        .iter()
+        .map(|value| (value - center).powi(2))
+        .collect();
+    mean(&squares).map(f64::sqrt)
+}
+
+/// Pearson's correlation; none for fewer than two pairs or values that do not vary.
+fn correlation(xs: &[f64], ys: &[f64]) -> Option<f64> {
+    let (mean_x, mean_y) = (mean(xs)?, mean(ys)?);
+    let products: Vec<f64> = xs
+        .iter()
+        .zip(ys)
+        .map(|(x, y)| (x - mean_x) * (y - mean_y))
+        .collect();
+    ratio(mean(&products)?, deviation(xs)? * deviation(ys)?)
+}
