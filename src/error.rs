@@ -162,67 +162,40 @@ pub enum Error {
         /// Its device.
         found: String,
     },
-    /// Two tensor arguments, or two items of two lists, whose lengths must agree and do not.
-    #[error(
-        "{name} has {found} entries, but {other} has {expected}: give one {name} entry per {other} entry"
-    )]
-    TensorLength {
-        /// The argument, with the place in the list if it is one of a list.
-        name: String,
-        /// Its entries.
-        found: i64,
-        /// The argument that it follows.
-        other: String,
-        /// The entries of that.
-        expected: i64,
-    },
-    /// A list of labels that is not as long as the list of samples.
-    #[error(
-        "labels has {found} tensors, but input_ids has {expected}: give one per sample, or none at all"
-    )]
-    ListLength {
-        /// Tensors in the list of labels.
-        found: usize,
-        /// Tensors in the list of samples.
-        expected: usize,
-    },
-    /// An integer option outside its range.
-    #[error("{name} is {found}, but must be {expected}")]
-    OptionValue {
-        /// The option.
+    /// An entry of a tensor argument out of range.
+    #[error("{name}[{at}] is {found}, but must be {expected}")]
+    TensorValue {
+        /// The argument.
         name: &'static str,
-        /// Its value.
+        /// The place, counted along the flattened tensor.
+        at: usize,
+        /// What stands there.
         found: i64,
         /// What is allowed.
         expected: &'static str,
     },
-    /// A string option that is none of the choices.
-    #[error("{name} is '{found}', but must be {expected}")]
-    OptionChoice {
-        /// The option.
-        name: &'static str,
-        /// Its value.
-        found: String,
-        /// The choices.
-        expected: &'static str,
+    /// A sample with more or fewer labels than tokens, where each sample is a tensor of its own.
+    #[error(
+        "labels[{sample}] has {labels} entries, but input_ids[{sample}] has {tokens}: \
+         give one label per token, -100 where it is not supervised"
+    )]
+    SampleLabels {
+        /// The sample.
+        sample: usize,
+        /// Its labels.
+        labels: usize,
+        /// Its tokens.
+        tokens: usize,
     },
-    /// A dtype option that is none of the choices.
-    #[error("{name} is torch.{found}, but must be {expected}")]
-    OptionDtype {
-        /// The option.
-        name: &'static str,
-        /// Its value.
-        found: String,
-        /// The choices.
-        expected: &'static str,
-    },
-    /// A pad value that the dtype of the values cannot hold.
-    #[error("pad is {found}, which {dtype} cannot hold")]
-    PadValue {
-        /// The pad value.
-        found: String,
-        /// The dtype of the values.
-        dtype: String,
+    /// Labels for more or fewer samples than there are, where each sample is a tensor of its own.
+    #[error(
+        "labels has {labels} tensors, but input_ids has {samples}: give one per sample, or no labels at all"
+    )]
+    LabelledSamples {
+        /// Tensors of labels.
+        labels: usize,
+        /// Tensors of tokens.
+        samples: usize,
     },
     /// The environment asks for a number of threads that is none.
     #[error(
@@ -411,7 +384,7 @@ impl Error {
         match self {
             Error::SettingType { .. } => ErrorKind::Type,
             Error::OutOfRange { .. } => ErrorKind::Index,
-            Error::TensorDtype { .. } | Error::OptionDtype { .. } => ErrorKind::Type,
+            Error::TensorDtype { .. } => ErrorKind::Type,
             Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
             Error::SampleIndex { .. } => ErrorKind::Index,
             _ => ErrorKind::Value,
