@@ -213,6 +213,24 @@ pub enum Error {
     },
 
     // ---- batches ----
+    /// An option of a batch out of range.
+    #[error("{name} is {found}, but must be {expected}")]
+    BatchOption {
+        /// The option.
+        name: &'static str,
+        /// Its value.
+        found: i64,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// More or fewer labels than tokens.
+    #[error("labels has {labels} entries, but tokens has {tokens}: they share offsets, so give one per token")]
+    LabelTokens {
+        /// The labels.
+        labels: usize,
+        /// The tokens.
+        tokens: usize,
+    },
     /// Offsets without any entry.
     #[error("{name} is empty, but has one entry more than what it delimits: [0] for nothing")]
     EmptyOffsets {
@@ -300,7 +318,7 @@ pub enum Error {
     },
     /// A batch that cu_seqlens cannot count.
     #[error(
-        "a batch of {rows} rows of {row_len} tokens is more than the {} that int32 offsets can count; \
+        "a batch of shape ({rows}, {row_len}) has more tokens than the {} that int32 offsets can count; \
          use fewer or shorter rows",
         i32::MAX
     )]
@@ -327,7 +345,7 @@ pub enum Error {
     TailMerged,
     /// A mask that would not fit in memory, or should not.
     #[error(
-        "a mask of {rows} rows of {row_len} x {row_len} takes {bytes} bytes, more than the {limit} that \
+        "a mask of shape ({rows}, 1, {row_len}, {row_len}) takes {bytes} bytes, more than the {limit} that \
          a mask may take; use attention that reads cu_seqlens, or fewer or shorter rows"
     )]
     MaskTooLarge {
@@ -383,10 +401,9 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::SettingType { .. } => ErrorKind::Type,
-            Error::OutOfRange { .. } => ErrorKind::Index,
+            Error::OutOfRange { .. } | Error::SampleIndex { .. } => ErrorKind::Index,
             Error::TensorDtype { .. } => ErrorKind::Type,
             Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
-            Error::SampleIndex { .. } => ErrorKind::Index,
             _ => ErrorKind::Value,
         }
     }

@@ -79,11 +79,9 @@ impl Layout {
         assert_eq!(tokens.len(), self.tokens, "not the tokens of this layout");
         match labels {
             Some(labels) if labels.len() != tokens.len() => {
-                return Err(Error::TensorLength {
-                    name: "labels".into(),
-                    found: labels.len() as i64,
-                    other: "tokens".into(),
-                    expected: tokens.len() as i64,
+                return Err(Error::LabelTokens {
+                    labels: labels.len(),
+                    tokens: tokens.len(),
                 });
             }
             Some(labels) => {

@@ -4,7 +4,7 @@
 //! than -100, within the tokens that truncation keeps, without the first one where batches mask it.
 //! One pass over the labels, in parallel over samples when there are many.
 
-use super::{IGNORED_LABEL, PARALLEL_TOKENS, option, sample, sample_count};
+use super::{IGNORED_LABEL, PARALLEL_TOKENS, limit, sample, sample_count};
 use crate::{Result, parallel};
 
 /// Supervised tokens of each sample, and whether its first label is one.
@@ -35,13 +35,7 @@ pub fn label_counts<T: Copy + Into<i64> + Sync>(
     mask_first_label: bool,
     threads: usize,
 ) -> Result<(Vec<i64>, Vec<bool>)> {
-    let limit = option(
-        "max_sample_len",
-        max_sample_len,
-        0,
-        "0 (no limit) to 2147483647",
-    )?;
-    let limit = if limit == 0 { usize::MAX } else { limit };
+    let limit = limit("max_sample_len", max_sample_len)?;
     let samples = sample_count(offsets, labels.len())?;
     for i in 0..samples {
         sample(offsets, i, labels.len())?;

@@ -10,9 +10,18 @@
 //! ```
 //!
 //! A slot is the sample's length rounded up to `align_samples_to`. What is left of the row is its
-//! tail. It is cut like samples of `max_sample_len` tokens, so that no segment is longer and no
-//! position larger than the model was built for; what `cu_seqlens` says of it is the choice of
-//! [`PaddedTail`].
+//! tail. For lengths 3 and 2 in a row of 16, with `max_sample_len` 4, [`PaddedTail`] makes of it:
+//!
+//! ```text
+//!   token     A A A B B · · · · · · · · · · ·
+//!   Own       0 1 2 0 1 0 1 2 3 0 1 2 3 0 1 2    cu_seqlens 0 3 5 9 13 16
+//!   Last      0 1 2 0 1 2 3 0 1 2 3 0 1 2 3 0    cu_seqlens 0 3 7 11 15 16
+//!   None      0 1 2 0 1 0 1 2 3 0 1 2 3 0 1 2    cu_seqlens 0 3 5
+//! ```
+//!
+//! The tail is cut so that no attention kernel sees a segment longer than `max_sample_len` and no
+//! position is larger than the model was built for. With alignment the cuts are multiples of it too,
+//! as far as that allows.
 //!
 //! The result is a list of segments that covers the flattened rows from end to end, without gaps.
 //! That is all that the writers in `fill.rs` need: they never look at a row again.
@@ -20,24 +29,8 @@
 //! Time and memory are in proportion to the samples and rows of the microbatch; no token is touched,
 //! and of the offsets only those of the samples asked for.
 
-use super::{MOST_TOKENS, option, sample, sample_count};
+use super::{MOST_TOKENS, PaddedTail, at_least, limit, sample, sample_count};
 use crate::{Error, Result};
-
-/// What `cu_seqlens` says of the padding at the end of a row.
-///
-/// For lengths 3 and 2 in a row of 8: `Own` is 0 3 5 8, `Last` is 0 3 8, `None` is 0 3 5.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum PaddedTail {
-    /// A segment of its own, or several, none longer than `max_sample_len`.
-    #[default]
-    Own,
-    /// Part of the last sample's segment, whose positions go on, as far as `max_sample_len` allows;
-    /// the rest becomes segments of its own. For causal attention only: there no real token sees
-    /// what follows it.
-    Last,
-    /// Left out: `cu_seqlens` ends at the last real token. For batches of a single row.
-    None,
-}
 
 /// How rows are laid out. The numbers are signed because they come from outside; [`Layout::new`]
 /// refuses those out of range.
@@ -165,72 +158,32 @@ impl Layout {
             return Err(Error::TailMerged);
         }
 
-        // First the slots and what each row needs, then, when the length of the rows is known, the
-        // tails between them.
-        let mut slots = Vec::with_capacity(index.len());
-        let mut needs = Vec::with_capacity(rows);
-        for row in row_offsets.windows(2) {
-            let (from, to) = (row[0] as usize, row[1] as usize);
-            let first = slots.len();
-            let mut used = 0;
-            for (entry, &i) in (from..to).zip(&index[from..to]) {
-                let Some(i) = usize::try_from(i).ok().filter(|&i| i < samples) else {
-                    return Err(Error::SampleIndex {
-                        entry,
-                        sample: i,
-                        samples,
-                    });
-                };
-                let (source, length) = sample(offsets, i, tokens)?;
-                let copied = length.min(bounds.max_sample_len);
-                if copied > 0 {
-                    let slot = copied.next_multiple_of(bounds.align);
-                    let id = (slots.len() - first + 1) as i32;
-                    slots.push(Segment {
-                        source,
-                        copied,
-                        slot,
-                        id,
-                    });
-                    used += slot;
-                }
-                // Here and not after the row, so that no sum can overflow.
-                if used > MOST_TOKENS {
-                    return Err(Error::BatchTooLong {
-                        rows,
-                        row_len: used,
-                    });
-                }
-            }
-            needs.push((used, slots.len()));
-        }
-        let longest = needs.iter().map(|&(used, _)| used).max().unwrap_or(0);
+        let needs = Needs::of(tokens, offsets, samples, index, row_offsets, &bounds)?;
         let row_len = match bounds.row_len {
-            0 => longest.next_multiple_of(bounds.pad_to_multiple_of),
+            0 => needs.longest().next_multiple_of(bounds.pad_to_multiple_of),
             given => given,
         };
-        if let Some(row) = needs.iter().position(|&(used, _)| used > row_len) {
+        if let Some(row) = needs.rows.iter().position(|row| row.tokens > row_len) {
+            let tokens = needs.rows[row].tokens;
             return Err(Error::RowTooLong {
                 row,
-                tokens: needs[row].0,
+                tokens,
                 row_len,
             });
         }
         // A batch without rows must have a row length that fits as well.
-        if row_len
-            .checked_mul(rows.max(1))
-            .is_none_or(|tokens| tokens > MOST_TOKENS)
-        {
+        let size = row_len.checked_mul(rows.max(1));
+        if size.is_none_or(|size| size > MOST_TOKENS) {
             return Err(Error::BatchTooLong { rows, row_len });
         }
 
-        let mut builder = Builder::new(slots.len() + rows, bounds.max_sample_len);
+        let mut builder = Builder::new(needs.slots.len() + rows, bounds.max_sample_len);
         let mut first = 0;
-        for (used, end) in needs {
-            let mut tail = row_len - used;
-            for (i, &slot) in (first..end).zip(&slots[first..end]) {
+        for Need { tokens, end } in needs.rows {
+            let mut tail = row_len - tokens;
+            for (i, &slot) in (first..end).zip(&needs.slots[first..end]) {
                 let merged = if options.padded_tail == PaddedTail::Last && i + 1 == end {
-                    tail.min(bounds.longest_slot - slot.slot)
+                    tail.min(bounds.longest_tail.saturating_sub(slot.slot))
                 } else {
                     0
                 };
@@ -238,7 +191,7 @@ impl Layout {
                 tail -= merged;
             }
             while tail > 0 {
-                let slot = tail.min(bounds.longest_slot);
+                let slot = tail.min(bounds.longest_tail);
                 builder.push_padding(slot, options.padded_tail != PaddedTail::None);
                 tail -= slot;
             }
@@ -289,51 +242,110 @@ impl Layout {
     }
 }
 
-/// The options as numbers to calculate with. All are at most `i32::MAX`, so that rounding a length
-/// up cannot overflow; "no limit" is the largest of them.
+/// The options as numbers to calculate with. Each fits i64, so that rounding a length up to one of
+/// them stays within usize.
 struct Bounds {
     row_len: usize,
+    /// `usize::MAX` for no limit.
     max_sample_len: usize,
-    /// The slot of a sample of `max_sample_len` tokens.
-    longest_slot: usize,
+    /// The longest slot of padding: aligned, and if possible not longer than `max_sample_len`.
+    longest_tail: usize,
     pad_to_multiple_of: usize,
     align: usize,
 }
 
 impl Bounds {
     fn check(options: &LayoutOptions) -> Result<Bounds> {
-        const FACTOR: &str = "1 to 2147483647";
-        let limit = option(
-            "max_sample_len",
-            options.max_sample_len,
-            0,
-            "0 (no limit) to 2147483647",
-        )?;
-        let align = option("align_samples_to", options.align_samples_to, 1, FACTOR)?;
-        let max_sample_len = if limit == 0 { MOST_TOKENS } else { limit };
-        option(
-            "position_start",
-            options.position_start,
-            0,
-            "0 to 2147483647",
-        )?;
+        let align = at_least(1, "align_samples_to", options.align_samples_to)?;
+        let max_sample_len = limit("max_sample_len", options.max_sample_len)?;
+        // The bound of cu_seqlens again, so that no position can overflow.
+        if !(0..=i64::from(i32::MAX)).contains(&options.position_start) {
+            return Err(Error::BatchOption {
+                name: "position_start",
+                found: options.position_start,
+                expected: "0 to 2147483647",
+            });
+        }
         Ok(Bounds {
-            row_len: option(
-                "row_len",
-                options.row_len,
-                0,
-                "0 (the longest row) to 2147483647",
-            )?,
+            row_len: at_least(0, "row_len", options.row_len)?,
             max_sample_len,
-            longest_slot: max_sample_len.next_multiple_of(align),
-            pad_to_multiple_of: option(
-                "pad_to_multiple_of",
-                options.pad_to_multiple_of,
-                1,
-                FACTOR,
-            )?,
+            longest_tail: align.max(max_sample_len / align * align),
+            pad_to_multiple_of: at_least(1, "pad_to_multiple_of", options.pad_to_multiple_of)?,
             align,
         })
+    }
+}
+
+/// The slots of all samples, and where each row ends among them: what can be said before the length
+/// of the rows, and with it their tails, is known.
+struct Needs {
+    slots: Vec<Segment>,
+    rows: Vec<Need>,
+}
+
+struct Need {
+    /// The tokens of the row's slots.
+    tokens: usize,
+    /// The end of the row in `slots`.
+    end: usize,
+}
+
+impl Needs {
+    fn of(
+        tokens: usize,
+        offsets: &[i64],
+        samples: usize,
+        index: &[i64],
+        row_offsets: &[i64],
+        bounds: &Bounds,
+    ) -> Result<Needs> {
+        let mut slots = Vec::with_capacity(index.len());
+        let mut rows = Vec::with_capacity(row_offsets.len() - 1);
+        for row in row_offsets.windows(2) {
+            let (from, to) = (row[0] as usize, row[1] as usize);
+            let (mut used, mut id) = (0, 0);
+            for (entry, &i) in (from..to).zip(&index[from..to]) {
+                let i =
+                    usize::try_from(i)
+                        .ok()
+                        .filter(|&i| i < samples)
+                        .ok_or(Error::SampleIndex {
+                            entry,
+                            sample: i,
+                            samples,
+                        })?;
+                let (source, length) = sample(offsets, i, tokens)?;
+                let copied = length.min(bounds.max_sample_len);
+                if copied == 0 {
+                    continue;
+                }
+                let slot = copied.next_multiple_of(bounds.align);
+                id += 1;
+                slots.push(Segment {
+                    source,
+                    copied,
+                    slot,
+                    id,
+                });
+                used += slot;
+                // Here and not after the row, so that no sum can overflow.
+                if used > MOST_TOKENS {
+                    return Err(Error::BatchTooLong {
+                        rows: row_offsets.len() - 1,
+                        row_len: used,
+                    });
+                }
+            }
+            rows.push(Need {
+                tokens: used,
+                end: slots.len(),
+            });
+        }
+        Ok(Needs { slots, rows })
+    }
+
+    fn longest(&self) -> usize {
+        self.rows.iter().map(|row| row.tokens).max().unwrap_or(0)
     }
 }
 

@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use super::option;
+use super::at_least;
 use crate::{Error, Result, parallel};
 
 /// The most bytes of a mask, 8 GiB. Larger ones are a misunderstanding more often than a wish, and
@@ -120,9 +120,8 @@ pub fn block_mask(
     out: MaskSlice<'_>,
     threads: usize,
 ) -> Result<()> {
-    // A window wider than the row allows everything, so that larger ones need no telling apart.
     let window = match window {
-        Some(window) => option("window", window.min(i64::from(i32::MAX)), 1, "1 or more")?,
+        Some(window) => at_least(1, "window", window)?,
         None => usize::MAX,
     };
     assert_eq!(

@@ -28,9 +28,10 @@ mod mask;
 pub use boundaries::boundaries;
 pub use fill::BatchSlices;
 pub use labels::label_counts;
-pub use layout::{Layout, LayoutOptions, PaddedTail};
+pub use layout::{Layout, LayoutOptions};
 pub use mask::{MaskDtype, MaskSlice, block_mask, mask_len};
 
+pub use crate::config::PaddedTail;
 use crate::{Error, Result};
 
 /// The label of a token that does not enter the loss.
@@ -95,14 +96,22 @@ fn sample(offsets: &[i64], i: usize, tokens: usize) -> Result<(usize, usize)> {
     Ok((first, past - first))
 }
 
-/// An option as `usize`, if it lies in `least..=i32::MAX`.
-fn option(name: &'static str, value: i64, least: i64, expected: &'static str) -> Result<usize> {
-    match i32::try_from(value) {
-        Ok(small) if value >= least => Ok(small as usize),
-        _ => Err(Error::OptionValue {
+/// An option that counts from `least` (0 or 1) on.
+fn at_least(least: i64, name: &'static str, value: i64) -> Result<usize> {
+    match usize::try_from(value) {
+        Ok(count) if value >= least => Ok(count),
+        _ => Err(Error::BatchOption {
             name,
             found: value,
-            expected,
+            expected: if least == 0 { "0 or more" } else { "1 or more" },
         }),
     }
+}
+
+/// An option whose 0 means that there is no limit, which becomes `usize::MAX`.
+fn limit(name: &'static str, value: i64) -> Result<usize> {
+    Ok(match at_least(0, name, value)? {
+        0 => usize::MAX,
+        limit => limit,
+    })
 }
