@@ -64,7 +64,12 @@ mod torch {
 
     /// The folder of libtorch's headers that belongs to the library folder `lib`.
     fn include_dir(lib: &Path) -> Result<PathBuf, String> {
-        for name in ["LIBTORCH_USE_PYTORCH", "LIBTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
+        for name in [
+            "LIBTORCH_USE_PYTORCH",
+            "LIBTORCH",
+            "LIBTORCH_INCLUDE",
+            "LIBTORCH_LIB",
+        ] {
             println!("cargo:rerun-if-env-changed={name}");
         }
         let chosen = match env::var_os("LIBTORCH_USE_PYTORCH") {

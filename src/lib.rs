@@ -9,6 +9,8 @@ pub mod plan;
 mod samples;
 mod schedule;
 mod stats;
+#[cfg(feature = "torch")]
+pub mod torch;
 
 pub use config::{BatchLayout, Config, Split};
 pub use error::{Error, ErrorKind, Result};

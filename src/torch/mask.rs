@@ -1,0 +1,96 @@
+//! `block_mask` and `boundaries`: what attention needs, from segment ids or positions alone.
+
+use tch::{Kind, Tensor};
+
+use super::handle::{Fresh, vector};
+use super::{args, threads};
+use crate::batch::{self, MaskDtype, MaskSlice, mask_len};
+use crate::{Error, Result};
+
+/// The dense attention mask (R, 1, L, L) of `segment_ids`, (R, L) or (L,) integers.
+///
+/// Query `i` may attend to key `j` of the same row if both have the same segment id, `j <= i` where `causal`, and they
+/// are near enough for `window`. See [`batch::block_mask`].
+///
+/// # Errors
+///
+/// An argument of the wrong dtype, rank or device, a segment id that does not fit int32, a window below 1, and masks of
+/// more than 8 GiB.
+pub fn block_mask(
+    segment_ids: &Tensor,
+    causal: bool,
+    window: Option<i64>,
+    dtype: MaskDtype,
+) -> Result<Tensor> {
+    let (ids, rows, row_len) = args::integer_rows("segment_ids", segment_ids)?;
+    let ids: Vec<i32> = ids
+        .as_slice::<i64>()?
+        .iter()
+        .enumerate()
+        .map(narrow)
+        .collect::<Result<_>>()?;
+    allocate_and_fill(&ids, rows, row_len, causal, window, dtype)
+}
+
+/// The `cu_seqlens` (S + 1,) int32 of `position_ids`, (R, L) or (L,) integers that start anew in every segment.
+///
+/// See [`batch::boundaries`].
+///
+/// # Errors
+///
+/// An argument of the wrong dtype, rank or device.
+pub fn boundaries(position_ids: &Tensor) -> Result<Tensor> {
+    let (positions, rows, row_len) = args::integer_rows("position_ids", position_ids)?;
+    vector(
+        &batch::boundaries(positions.as_slice()?, rows, row_len)?,
+        Kind::Int,
+    )
+}
+
+/// A new mask of the segment ids of `rows` rows.
+pub(super) fn allocate_and_fill(
+    segment_ids: &[i32],
+    rows: usize,
+    row_len: usize,
+    causal: bool,
+    window: Option<i64>,
+    dtype: MaskDtype,
+) -> Result<Tensor> {
+    mask_len(rows, row_len, dtype)?;
+    let threads = threads()?;
+    let size = [rows as i64, 1, row_len as i64, row_len as i64];
+    let fill = |out: MaskSlice<'_>| {
+        batch::block_mask(segment_ids, rows, row_len, causal, window, out, threads)
+    };
+    match dtype {
+        MaskDtype::Bool => {
+            let mut mask = Fresh::new(&size, Kind::Bool)?;
+            fill(MaskSlice::Bool(mask.as_mut_slice()))?;
+            Ok(mask.into_tensor())
+        }
+        MaskDtype::Float32 => {
+            let mut mask = Fresh::new(&size, Kind::Float)?;
+            fill(MaskSlice::Float32(mask.as_mut_slice()))?;
+            Ok(mask.into_tensor())
+        }
+        MaskDtype::BFloat16 => {
+            let mut mask = Fresh::new(&size, Kind::BFloat16)?;
+            fill(MaskSlice::BFloat16(mask.as_mut_slice()))?;
+            Ok(mask.into_tensor())
+        }
+        MaskDtype::Float16 => {
+            let mut mask = Fresh::new(&size, Kind::Half)?;
+            fill(MaskSlice::Float16(mask.as_mut_slice()))?;
+            Ok(mask.into_tensor())
+        }
+    }
+}
+
+fn narrow((at, &id): (usize, &i64)) -> Result<i32> {
+    i32::try_from(id).map_err(|_| Error::TensorValue {
+        name: "segment_ids",
+        at,
+        found: id,
+        expected: "a number that fits int32",
+    })
+}

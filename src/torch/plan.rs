@@ -1,0 +1,135 @@
+//! `plan`, `microbatch` and `label_counts`: the planner on tensors.
+
+use tch::{Kind, Tensor};
+
+use super::args::{self, Ids};
+use super::handle::vector;
+use super::threads;
+use crate::{Config, Error, Result, Split, batch};
+
+/// A plan as tensors: see [`Plan`](crate::Plan).
+#[derive(Debug)]
+pub struct PlanTensors {
+    /// (M,) int64: dataset indices, row after row.
+    pub index: Tensor,
+    /// (R + 1,) int64: where each row begins in `index`.
+    pub row_offsets: Tensor,
+    /// (B + 1,) int64: where each microbatch begins among the rows.
+    pub batch_offsets: Tensor,
+    /// (bytes,) uint8: the report as JSON.
+    pub report: Tensor,
+}
+
+/// Plans an epoch: see [`crate::plan()`].
+///
+/// # Errors
+///
+/// Arguments of the wrong dtype, rank or device, and everything that the planner refuses.
+pub fn plan(
+    lengths: &Tensor,
+    label_counts: Option<&Tensor>,
+    label_starts: Option<&Tensor>,
+    config: &Config,
+    epoch: i64,
+    split: Split,
+) -> Result<PlanTensors> {
+    let lengths = args::integers("lengths", lengths)?;
+    let counts = label_counts
+        .map(|counts| args::integers("label_counts", counts))
+        .transpose()?;
+    let starts = label_starts
+        .map(|starts| args::bools("label_starts", starts))
+        .transpose()?;
+    let counts = counts
+        .as_ref()
+        .map(|counts| counts.as_slice())
+        .transpose()?;
+    let starts: Option<Vec<bool>> = match &starts {
+        Some(starts) => Some(
+            starts
+                .as_slice::<u8>()?
+                .iter()
+                .map(|&start| start != 0)
+                .collect(),
+        ),
+        None => None,
+    };
+    let epoch = u64::try_from(epoch).map_err(|_| Error::SettingValue {
+        key: "epoch",
+        found: epoch.to_string(),
+        expected: "0 or more".into(),
+    })?;
+    let plan = crate::plan(
+        lengths.as_slice()?,
+        counts,
+        starts.as_deref(),
+        config,
+        epoch,
+        split,
+    )?;
+    Ok(PlanTensors {
+        index: vector(&plan.index, Kind::Int64)?,
+        row_offsets: vector(&plan.row_offsets, Kind::Int64)?,
+        batch_offsets: vector(&plan.batch_offsets, Kind::Int64)?,
+        report: vector(plan.report.to_json().as_bytes(), Kind::Uint8)?,
+    })
+}
+
+/// Microbatch `k` of a rank out of a plan's tensors: see [`crate::plan::microbatch`].
+///
+/// # Errors
+///
+/// Arguments of the wrong dtype, rank or device, a rank or a microbatch that does not exist, tensors that are no plan.
+pub fn microbatch(
+    index: &Tensor,
+    row_offsets: &Tensor,
+    batch_offsets: &Tensor,
+    world_size: i64,
+    rank: i64,
+    k: i64,
+) -> Result<(Tensor, Tensor)> {
+    let index = args::integers("index", index)?;
+    let rows = args::integers("row_offsets", row_offsets)?;
+    let batches = args::integers("batch_offsets", batch_offsets)?;
+    let (index, row_offsets) = crate::plan::microbatch(
+        index.as_slice()?,
+        rows.as_slice()?,
+        batches.as_slice()?,
+        world_size,
+        rank,
+        k,
+    )?;
+    Ok((
+        vector(&index, Kind::Int64)?,
+        vector(&row_offsets, Kind::Int64)?,
+    ))
+}
+
+/// Supervised tokens of each sample, (N,) int64, and whether its first label is one, (N,) bool: see
+/// [`batch::label_counts`].
+///
+/// # Errors
+///
+/// Arguments of the wrong dtype, rank or device, and wrong offsets.
+pub fn label_counts(
+    labels: &Tensor,
+    offsets: &Tensor,
+    max_sample_len: i64,
+    mask_first_label: bool,
+) -> Result<(Tensor, Tensor)> {
+    let offsets = args::integers("offsets", offsets)?;
+    let offsets = offsets.as_slice()?;
+    let threads = threads()?;
+    let (counts, starts) = match args::ids("labels", labels)? {
+        Ids::I32(labels) => {
+            let labels = labels.as_slice::<i32>()?;
+            batch::label_counts(labels, offsets, max_sample_len, mask_first_label, threads)?
+        }
+        Ids::I64(labels) => {
+            let labels = labels.as_slice::<i64>()?;
+            batch::label_counts(labels, offsets, max_sample_len, mask_first_label, threads)?
+        }
+    };
+    let starts: Vec<u8> = starts.into_iter().map(u8::from).collect();
+    Ok((vector(&counts, Kind::Int64)?, vector(&starts, Kind::Bool)?))
+}
