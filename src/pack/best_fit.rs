@@ -18,7 +18,7 @@
 //! ```
 //!
 //! A group remembers the group it came from and what was added, so a row's contents are a chain of such links. This
-//! gives exactly the rows of the itemwise algorithm (tests compare the two) in O(distinct lengths × groups touched),
+//! fills rows exactly as the itemwise algorithm does (tests compare the two) in O(distinct lengths × groups touched),
 //! a few ten thousand steps for any number of samples. Then the samples of each length, in a seeded random order, are
 //! dealt to the rows in streams: O(n), with one read position per length. Who shares a row with whom is therefore as
 //! random as the lengths allow, and another in each epoch.
