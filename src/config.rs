@@ -349,12 +349,7 @@ impl Config {
             message: e.to_string(),
         };
         let given: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
-        let defaults = serde_json::to_value(Config::default()).map_err(syntax)?;
-        let Value::Object(mut settings) = defaults else {
-            return Err(Error::Internal {
-                message: "the default settings are not an object".into(),
-            });
-        };
+        let mut settings = Config::default().to_map();
         for (key, value) in given {
             let Some((name, rule)) = RULES.iter().find(|(name, _)| *name == key) else {
                 return Err(Error::UnknownSetting {
@@ -389,7 +384,24 @@ impl Config {
 
     /// All settings as a JSON object, in a fixed order: equal settings give equal text.
     pub fn to_json(&self) -> String {
-        serde_json::to_string(self).expect("plain numbers, strings and bools")
+        Value::Object(self.to_map()).to_string()
+    }
+
+    /// The settings that differ from the defaults, as a JSON object in a fixed order.
+    ///
+    /// Digests are made of this, so that a release with a further setting does not change them.
+    pub fn to_short_json(&self) -> String {
+        let defaults = Config::default().to_map();
+        let mut settings = self.to_map();
+        settings.retain(|key, value| defaults.get(key) != Some(value));
+        Value::Object(settings).to_string()
+    }
+
+    fn to_map(&self) -> Map<String, Value> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(map)) => map,
+            other => unreachable!("settings are plain numbers, strings and bools: {other:?}"),
+        }
     }
 
     /// Refuses settings that exclude one another or would have no effect.

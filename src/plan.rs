@@ -200,7 +200,7 @@ pub fn plan(
             version: PLAN_VERSION,
             digest: String::new(),
             inputs: InputDigests {
-                settings: digest(|hash| hash.update(config.to_json().as_bytes())),
+                settings: digest(|hash| hash.update(config.to_short_json().as_bytes())),
                 lengths: digest(|hash| update_with(hash, lengths)),
                 labels: (label_counts.is_some() || label_starts.is_some()).then(|| {
                     digest(|hash| {
@@ -238,7 +238,7 @@ pub fn plan(
     plan.report.before = plan.report.after.clone();
     plan.report.digest = digest(|hash| {
         hash.update(&PLAN_VERSION.to_le_bytes());
-        hash.update(config.to_json().as_bytes());
+        hash.update(config.to_short_json().as_bytes());
         update_with(hash, &plan.index);
         update_with(hash, &plan.row_offsets);
         update_with(hash, &plan.batch_offsets);

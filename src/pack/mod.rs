@@ -58,6 +58,17 @@ impl Rows {
         (0..self.len()).map(|row| self.row(row))
     }
 
+    /// The same rows in a random order.
+    fn shuffled(&self, stream: &mut Stream) -> Rows {
+        let mut order: Vec<usize> = (0..self.len()).collect();
+        stream.shuffle(&mut order);
+        let mut rows = Rows::new();
+        for row in order {
+            rows.push(self.row(row).iter().copied());
+        }
+        rows
+    }
+
     /// Appends a row.
     pub fn push(&mut self, items: impl IntoIterator<Item = u32>) {
         self.items.extend(items);
@@ -99,7 +110,7 @@ pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut 
         let packed = match algorithm {
             Algorithm::BestFitDecreasing => best_fit::pack(slots, chunk, bounds, stream),
             Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),
-            Algorithm::NextFit => next_fit::pack(slots, chunk, bounds),
+            Algorithm::NextFit => next_fit::pack(slots, chunk, bounds).shuffled(stream),
         };
         if rows.is_empty() {
             rows = packed;
