@@ -1,7 +1,9 @@
-//! Packing and planning: samples per second, on lognormal lengths (capacity 4096) and where best fit is weak.
+//! Packing and planning: samples per second, on lognormal lengths (capacity 4096) and where best
+//! fit is weak.
 //!
-//! `cargo bench --bench plan`; with `-- --test` each case runs once. Every case checks its answer: no row may be over
-//! capacity, every sample in one row, and best fit at the lower bound within three rows in ten thousand.
+//! `cargo bench --bench plan`; with `-- --test` each case runs once. Every case checks its answer:
+//! no row may be over capacity, every sample in one row, and best fit at the lower bound within
+//! three rows in ten thousand.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit};

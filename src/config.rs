@@ -1,10 +1,11 @@
 //! The settings of a plan and of its batches, validated once.
 //!
-//! [`Config`] is what every layer above speaks: Python mirrors it as a dataclass and hands it over as JSON, the op
-//! `multipack::plan` takes that JSON, and a saved plan carries it. [`Config::from_json`] checks each key by one table
-//! of rules ([`RULES`]) and then the keys against one another, so that inside the crate a `Config` can be relied on.
-//! A setting of the wrong kind, out of range, misspelt, or without effect beside another one is an error that names it;
-//! nothing is clamped.
+//! [`Config`] is what every layer above speaks: Python mirrors it as a dataclass and hands it over
+//! as JSON, the op `multipack::plan` takes that JSON, and a saved plan carries it.
+//! [`Config::from_json`] checks each key by one table of rules and then the keys
+//! against one another, so that inside the crate a `Config` can be relied on. A setting of the
+//! wrong kind, out of range, misspelt, or without effect beside another one is an error that names
+//! it; nothing is clamped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -24,7 +25,8 @@ pub enum Split {
     Eval,
 }
 
-/// How the samples of a microbatch lie in its tensors. Follows from the settings: see [`Config::layout`].
+/// How the samples of a microbatch lie in its tensors. Follows from the settings: see
+/// [`Config::layout`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchLayout {
@@ -129,7 +131,8 @@ choices! {
     }
 }
 
-/// All settings, with their defaults. The keys and their meaning are the ones of the README's table.
+/// All settings, with their defaults. The keys and their meaning are the ones of the README's
+/// table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Config {
     /// Most tokens of one sample, and the unit of the row capacity. Needed to plan.
@@ -342,8 +345,8 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownSetting`], [`Error::SettingType`], [`Error::SettingValue`], [`Error::SettingConflict`] and
-    /// [`Error::SettingSyntax`], each naming the key.
+    /// [`Error::UnknownSetting`], [`Error::SettingType`], [`Error::SettingValue`],
+    /// [`Error::SettingConflict`] and [`Error::SettingSyntax`], each naming the key.
     pub fn from_json(text: &str) -> Result<Config> {
         let syntax = |e: serde_json::Error| Error::SettingSyntax {
             message: e.to_string(),

@@ -224,7 +224,9 @@ pub enum Error {
         expected: &'static str,
     },
     /// More or fewer labels than tokens.
-    #[error("labels has {labels} entries, but tokens has {tokens}: they share offsets, so give one per token")]
+    #[error(
+        "labels has {labels} entries, but tokens has {tokens}: they share offsets, so give one per token"
+    )]
     LabelTokens {
         /// The labels.
         labels: usize,

@@ -1,4 +1,29 @@
-//! Plans and builds packed batches for language-model training.
+//! Plans and builds packed batches for training language models.
+//!
+//! Samples of very different lengths are laid end to end in rows of a fixed capacity, shared out
+//! over ranks and optimizer steps, and turned into the tensors of a batch: token ids, labels,
+//! positions, segment boundaries and attention masks.
+//!
+//! - [`plan()`] makes the plan of an epoch from lengths, label counts and a [`Config`]. It is a
+//!   pure function: the same inputs give the same plan on every rank, platform and thread count.
+//! - [`batch`] says where each token of a microbatch goes, and writes it there.
+//! - [`pack`] holds the packing algorithms, each to be used alone.
+//!
+//! Without features this crate knows integers and slices only. The feature `torch` adds
+//! `multipack::torch`, the same functions on tensors, and makes the `cdylib` register them as the
+//! PyTorch ops `torch.ops.multipack.*`; it needs libtorch 2.13.
+//!
+//! ```
+//! use multipack::{Config, Split, plan};
+//!
+//! let config = Config::from_json(r#"{"sequence_len": 8}"#)?;
+//! let plan = plan(&[5, 3, 6, 2], None, None, &config, 0, Split::Train)?;
+//!
+//! assert_eq!(plan.len(), 2); // 5 + 3 and 6 + 2 tokens
+//! assert_eq!(plan.report.after.efficiency, Some(1.0));
+//! # Ok::<(), multipack::Error>(())
+//! ```
+
 pub mod batch;
 pub mod config;
 pub mod error;

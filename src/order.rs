@@ -1,9 +1,10 @@
 //! Seeded order: the only source of randomness in a plan.
 //!
-//! The generator is xoshiro256++ (Blackman and Vigna, 2018), seeded through SplitMix64 as its authors advise. Its
-//! stream is fixed by its publication, so the same seed gives the same plan on every platform and in every release.
-//! Each use has its own stream: seed, epoch and purpose are mixed by XXH3, so that seed 1 in epoch 0 is not seed 0 in
-//! epoch 1. The bounded draw and the shuffle are written out here, since a library may change how it makes them.
+//! The generator is xoshiro256++ (Blackman and Vigna, 2018), seeded through SplitMix64 as its
+//! authors advise. Its stream is fixed by its publication, so the same seed gives the same plan on
+//! every platform and in every release. Each use has its own stream: seed, epoch and purpose are
+//! mixed by XXH3, so that seed 1 in epoch 0 is not seed 0 in epoch 1. The bounded draw and the
+//! shuffle are written out here, since a library may change how it makes them.
 
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
@@ -32,7 +33,8 @@ impl Stream {
 
     /// A number from 0 to `bound` − 1, each equally likely; `bound` is at least 1.
     ///
-    /// Lemire's multiplication with rejection (2019): no division unless the draw falls into the short, biased range.
+    /// Lemire's multiplication with rejection (2019): no division unless the draw falls into the
+    /// short, biased range.
     pub fn below(&mut self, bound: u32) -> u32 {
         let bound = u64::from(bound);
         loop {
@@ -44,7 +46,8 @@ impl Stream {
         }
     }
 
-    /// Puts `items` into a random order, each order equally likely (Fisher and Yates). O(n), in place.
+    /// Puts `items` into a random order, each order equally likely (Fisher and Yates). O(n), in
+    /// place.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u32 + 1) as usize);

@@ -1,8 +1,9 @@
 //! The plan of an epoch: which samples share a row, and which rank runs which rows when.
 //!
-//! [`plan`] is a pure function of lengths, label counts, settings, epoch and split: it retains, packs and schedules,
-//! and reports what it did. The result is three flat arrays, so a plan of millions of samples is cheap to keep, to
-//! hash, to save and to hand to a worker. Every rank makes the whole plan by itself and takes its share.
+//! [`plan`] is a pure function of lengths, label counts, settings, epoch and split: it retains,
+//! packs and schedules, and reports what it did. The result is three flat arrays, so a plan of
+//! millions of samples is cheap to keep, to hash, to save and to hand to a worker. Every rank makes
+//! the whole plan by itself and takes its share.
 
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
@@ -15,7 +16,8 @@ use crate::schedule::{Round, Schedule};
 use crate::stats::Stats;
 use crate::{Error, Result};
 
-/// The version of the algorithms. The same inputs give the same plan in every release with the same number.
+/// The version of the algorithms. The same inputs give the same plan in every release with the same
+/// number.
 pub const PLAN_VERSION: u32 = 1;
 
 /// A planned epoch. Samples → rows → microbatches, each as offsets into the level below.
@@ -25,8 +27,9 @@ pub struct Plan {
     pub index: Vec<i64>,
     /// Where each row begins in `index`; one more entry than rows.
     pub row_offsets: Vec<i64>,
-    /// Where each microbatch begins among the rows; one more entry than microbatches. Microbatches are ordered by
-    /// microstep and then by rank: number k × world_size + rank is the k-th of that rank.
+    /// Where each microbatch begins among the rows; one more entry than microbatches. Microbatches
+    /// are ordered by microstep and then by rank: number k × world_size + rank is the k-th of that
+    /// rank.
     pub batch_offsets: Vec<i64>,
     /// What was planned, left out and measured.
     pub report: Report,
@@ -37,7 +40,8 @@ pub struct Plan {
 pub struct Report {
     /// [`PLAN_VERSION`].
     pub version: u32,
-    /// Fingerprint of the settings and the three arrays: equal on every rank, or something is wrong.
+    /// Fingerprint of the settings and the three arrays: equal on every rank, or something is
+    /// wrong.
     pub digest: String,
     /// Fingerprints of what went in, to find out what differs when two plans do.
     pub inputs: InputDigests,
@@ -109,14 +113,16 @@ impl Report {
 ///
 /// # Arguments
 ///
-/// `lengths` are the tokens of each sample; `label_counts` their supervised tokens (none: all of them), without the
-/// first one when `mask_first_label` is on; `label_starts` whether a sample's first label is supervised, which matters
-/// only when it is off. Evaluation is planned with its own batch size, the same way in every epoch, and filled up.
+/// `lengths` are the tokens of each sample; `label_counts` their supervised tokens (none: all of
+/// them), without the first one when `mask_first_label` is on; `label_starts` whether a sample's
+/// first label is supervised, which matters only when it is off. Evaluation is planned with its own
+/// batch size, the same way in every epoch, and filled up.
 ///
 /// # Errors
 ///
-/// A negative length, a label count outside its sample, arrays of different lengths, an over-long sample under `raise`,
-/// settings without a `sequence_len`, and fewer complete microbatches than ranks.
+/// A negative length, a label count outside its sample, arrays of different lengths, an over-long
+/// sample under `raise`, settings without a `sequence_len`, and fewer complete microbatches than
+/// ranks.
 ///
 /// # Complexity
 ///
@@ -268,7 +274,8 @@ impl Plan {
     }
 }
 
-/// Microbatch `k` of a rank out of a plan's arrays: its samples, and where each of its rows begins among them.
+/// Microbatch `k` of a rank out of a plan's arrays: its samples, and where each of its rows begins
+/// among them.
 ///
 /// ```
 /// use multipack::plan::microbatch;
@@ -282,8 +289,8 @@ impl Plan {
 ///
 /// # Errors
 ///
-/// [`Error::OutOfRange`] for a rank or a microbatch that does not exist, [`Error::BrokenPlan`] for arrays that are no
-/// plan.
+/// [`Error::OutOfRange`] for a rank or a microbatch that does not exist, [`Error::BrokenPlan`] for
+/// arrays that are no plan.
 pub fn microbatch(
     index: &[i64],
     row_offsets: &[i64],

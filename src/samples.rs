@@ -1,9 +1,10 @@
 //! Which samples are planned: the one definition of *retained*.
 //!
-//! The planner, the length of an epoch and the statistics all work on what [`Samples::retain`] returns, so they cannot
-//! disagree about a sample that is empty, over-long or without labels. Each sample that is left out is counted under
-//! its reason, with the first index and, for over-long ones, the longest length; nothing is cut unless the settings
-//! say `truncate`. O(n) time; 8 bytes for each retained sample.
+//! The planner, the length of an epoch and the statistics all work on what [`Samples::retain`]
+//! returns, so they cannot disagree about a sample that is empty, over-long or without labels. Each
+//! sample that is left out is counted under its reason, with the first index and, for over-long
+//! ones, the longest length; nothing is cut unless the settings say `truncate`. O(n) time; 8 bytes
+//! for each retained sample.
 
 use serde::Serialize;
 
@@ -17,7 +18,8 @@ pub struct Inputs<'a> {
     pub lengths: &'a [i64],
     /// Supervised tokens of each sample; none: every token is supervised.
     pub label_counts: Option<&'a [i64]>,
-    /// Whether each sample's first label is supervised; matters only when `mask_first_label` is off.
+    /// Whether each sample's first label is supervised; matters only when `mask_first_label` is
+    /// off.
     pub label_starts: Option<&'a [bool]>,
 }
 
@@ -64,7 +66,8 @@ pub struct Samples<'a> {
     inputs: Inputs<'a>,
     /// Dataset indices, rising.
     pub index: Vec<u32>,
-    /// Tokens that each retained sample takes up in a row: its length, rounded up to `align_samples_to`.
+    /// Tokens that each retained sample takes up in a row: its length, rounded up to
+    /// `align_samples_to`.
     pub slots: Vec<u32>,
     /// What was left out.
     pub dropped: Dropped,
@@ -79,8 +82,8 @@ impl<'a> Samples<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::NegativeLength`], [`Error::LabelCount`] and [`Error::OverLong`] name the first offending sample;
-    /// [`Error::SampleCount`] an array with the wrong number of entries.
+    /// [`Error::NegativeLength`], [`Error::LabelCount`] and [`Error::OverLong`] name the first
+    /// offending sample; [`Error::SampleCount`] an array with the wrong number of entries.
     pub fn retain(inputs: Inputs<'a>, config: &Config) -> Result<Samples<'a>> {
         let n = inputs.lengths.len();
         check_entries("label_counts", inputs.label_counts.map(<[i64]>::len), n)?;
@@ -172,8 +175,8 @@ impl<'a> Samples<'a> {
         }
     }
 
-    /// Labels that a sample loses by standing first in its row: the causal shift leaves nothing that predicts its
-    /// first token. 0 where `mask_first_label` has removed that label everywhere.
+    /// Labels that a sample loses by standing first in its row: the causal shift leaves nothing
+    /// that predicts its first token. 0 where `mask_first_label` has removed that label everywhere.
     pub fn lead_loss(&self, sample: usize) -> i64 {
         if self.mask_first_label {
             return 0;
@@ -201,7 +204,8 @@ impl<'a> Samples<'a> {
         format!("of {} samples {}", self.inputs.lengths.len(), self.fates())
     }
 
-    /// What became of the samples that are not there as they were, for instance `3 dropped as empty (first: 17)`.
+    /// What became of the samples that are not there as they were, for instance `3 dropped as empty
+    /// (first: 17)`.
     fn fates(&self) -> String {
         let sequence_len = self.sequence_len;
         [

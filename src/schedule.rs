@@ -1,8 +1,9 @@
 //! Rows into rounds: every rank gets the same number of microbatches, always.
 //!
-//! A *round* is one microbatch for every rank. Rows that do not fill the last round are left out, or the fullest rows
-//! are split until they do, or rows are repeated with their labels masked: [`Incomplete`]. Nothing here needs to know
-//! what the other ranks do, so no rank can be left waiting.
+//! A *round* is one microbatch for every rank. Rows that do not fill the last round are left out,
+//! or the fullest rows are split until they do, or rows are repeated with their labels masked:
+//! [`Incomplete`]. Nothing here needs to know what the other ranks do, so no rank can be left
+//! waiting.
 
 use std::collections::BinaryHeap;
 
@@ -43,8 +44,8 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing, and
-    /// [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
+    /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing,
+    /// and [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
     pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
         let round_rows = round.rows_per_microbatch * round.world_size;
         let mut schedule = Schedule {
@@ -103,7 +104,8 @@ impl Schedule {
     }
 }
 
-/// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows. O(n + rows log rows).
+/// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.
+/// O(n + rows log rows).
 fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
     if wanted == rows.len() {
         return Ok(rows);

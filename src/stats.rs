@@ -1,8 +1,9 @@
 //! What a schedule is like, in numbers: density, padding, and how even the supervised tokens are.
 //!
-//! Standard deviations are those of the population. Values per optimizer step leave out an incomplete last step. What
-//! cannot be said (no complete step, one microbatch) is none, never a made-up zero. Repeated rows take up space, but
-//! bring neither tokens nor labels. O(n), in the order of the plan, so that every machine adds up the same.
+//! Standard deviations are those of the population. Values per optimizer step leave out an
+//! incomplete last step. What cannot be said (no complete step, one microbatch) is none, never a
+//! made-up zero. Repeated rows take up space, but bring neither tokens nor labels. O(n), in the
+//! order of the plan, so that every machine adds up the same.
 
 use serde::Serialize;
 
@@ -18,7 +19,8 @@ pub struct Stats {
     pub rows: u64,
     /// Rows that no packing of the retained samples can beat.
     pub lower_bound: u64,
-    /// Real tokens as a share of the space: of rows × capacity when packed, else of the padded batches.
+    /// Real tokens as a share of the space: of rows × capacity when packed, else of the padded
+    /// batches.
     pub efficiency: Option<f64>,
     /// Real tokens of a microbatch, on average.
     pub mean_unpadded_length: Option<f64>,

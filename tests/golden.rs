@@ -1,7 +1,8 @@
 //! Plans that must never change without a new plan version: a resumed run depends on them.
 //!
-//! `tests/golden/plans.json` holds small plans whole and large ones by their digest. If a change of the algorithms is
-//! meant, raise `PLAN_VERSION` and run `MULTIPACK_BLESS=1 cargo test --test golden` to write the file anew.
+//! `tests/golden/plans.json` holds small plans whole and large ones by their digest. If a change of
+//! the algorithms is meant, raise `PLAN_VERSION` and run `MULTIPACK_BLESS=1 cargo test --test
+//! golden` to write the file anew.
 
 use multipack::plan::PLAN_VERSION;
 use multipack::{Config, Split, plan};

@@ -30,8 +30,8 @@ fn next_fit(slots: &[u32], bounds: Bounds) -> Rows {
     next_fit::pack(slots, &in_order(slots), bounds)
 }
 
-/// The tokens of each row, sorted. Best fit may choose either of two rows that are equally full, so its twin agrees
-/// on these and not on the contents.
+/// The tokens of each row, sorted. Best fit may choose either of two rows that are equally full, so
+/// its twin agrees on these and not on the contents.
 fn fills(slots: &[u32], rows: &[Vec<u32>]) -> Vec<u32> {
     let fill = |row: &Vec<u32>| row.iter().map(|&item| slots[item as usize]).sum();
     let mut fills: Vec<u32> = rows.iter().map(fill).collect();
@@ -67,7 +67,8 @@ fn assert_sound(rows: &Rows, slots: &[u32], bounds: Bounds) {
     );
 }
 
-/// Small inputs that have broken packers: nothing, exact fits, one size only, every item above a half, a single row.
+/// Small inputs that have broken packers: nothing, exact fits, one size only, every item above a
+/// half, a single row.
 fn small_cases() -> Vec<(Vec<u32>, u32)> {
     vec![
         (vec![], 8),
@@ -209,7 +210,8 @@ fn no_algorithm_beats_the_optimum_and_the_bound_is_no_more_than_it() {
             next_fit(&slots, bounds),
         ] {
             assert!(rows.len() >= optimum, "{slots:?} {bounds:?}");
-            // Within twice the optimum and a row: even next fit keeps that when only the capacity binds.
+            // Within twice the optimum and a row: even next fit keeps that when only the capacity
+            // binds.
             assert!(bounds.limit < 5 || rows.len() <= 2 * optimum + 1);
         }
     }

@@ -1,4 +1,5 @@
-//! Whole plans: exact small answers, policies, rounds, statistics, and what must hold for any input.
+//! Whole plans: exact small answers, policies, rounds, statistics, and what must hold for any
+//! input.
 
 #[path = "support/lengths.rs"]
 mod lengths;
@@ -300,7 +301,8 @@ fn aligned_samples_take_whole_slots() {
 
 #[test]
 fn samples_above_half_the_capacity_are_planned_in_no_time() {
-    // First fit over every open row took minutes to hours on such data (C10); here the bench shows the time.
+    // First fit over every open row took minutes to hours on such data (C10); here the bench shows
+    // the time.
     for algorithm in ["best_fit_decreasing", "first_fit", "next_fit"] {
         let plan = planned(
             &vec![6; 100_000],

@@ -1,11 +1,13 @@
-//! Best fit decreasing: the longest sample first, each into the fullest row that still has space for it.
+//! Best fit decreasing: the longest sample first, each into the fullest row that still has space
+//! for it.
 //!
-//! The right one for almost everything: on long-tailed lengths it meets the lower bound to the row. Its guarantee is
-//! 11/9 of the optimum plus 6/9 of a row (Dósa, 2007, for first fit decreasing; the same bound holds here). It is weak
-//! where no small samples are left to fill gaps, for example when every length is between a quarter and a half of the
-//! capacity.
+//! The right one for almost everything: on long-tailed lengths it meets the lower bound to the row.
+//! Its guarantee is 11/9 of the optimum plus 6/9 of a row (Dósa, 2007, for first fit decreasing;
+//! the same bound holds here). It is weak where no small samples are left to fill gaps, for example
+//! when every length is between a quarter and a half of the capacity.
 //!
-//! Lengths are small integers with a huge multiplicity, so nothing is done sample by sample until the very end:
+//! Lengths are small integers with a huge multiplicity, so nothing is done sample by sample until
+//! the very end:
 //!
 //! ```text
 //! groups of rows with equal contents so far, kept by remaining space
@@ -17,18 +19,20 @@
 //!     what is left of the samples, less than q, makes one more row
 //! ```
 //!
-//! A group remembers the group it came from and what was added, so a row's contents are a chain of such links. This
-//! fills rows exactly as the itemwise algorithm does (tests compare the two) in O(distinct lengths × groups touched),
-//! a few ten thousand steps for any number of samples. Then the samples of each length, in a seeded random order, are
-//! dealt to the rows in streams: O(n), with one read position per length. Who shares a row with whom is therefore as
-//! random as the lengths allow, and another in each epoch.
+//! A group remembers the group it came from and what was added, so a row's contents are a chain of
+//! such links. This fills rows exactly as the itemwise algorithm does (tests compare the two) in
+//! O(distinct lengths × groups touched), a few ten thousand steps for any number of samples. Then
+//! the samples of each length, in a seeded random order, are dealt to the rows in streams: O(n),
+//! with one read position per length. Who shares a row with whom is therefore as random as the
+//! lengths allow, and another in each epoch.
 
 use std::collections::BTreeMap;
 
 use super::{Bounds, Histogram, Rows};
 use crate::order::Stream;
 
-/// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are shuffled.
+/// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
+/// shuffled.
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
     let mut classes = Classes::sort(slots, order);
     let groups = fit(&classes, bounds);
@@ -99,7 +103,8 @@ struct Group {
 /// The group of all empty rows, from which new rows come.
 const EMPTY: u32 = 0;
 
-/// Places the classes, largest first. The groups with `rows` above 0, [`EMPTY`] aside, are the result.
+/// Places the classes, largest first. The groups with `rows` above 0, [`EMPTY`] aside, are the
+/// result.
 fn fit(classes: &Classes, bounds: Bounds) -> Vec<Group> {
     let mut groups = vec![Group {
         parent: EMPTY,

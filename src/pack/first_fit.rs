@@ -1,17 +1,20 @@
 //! First fit: each item goes into the earliest row that still has space for it.
 //!
-//! The right one when rows should be made in the (shuffled) order of arrival, without favouring any length: a row is a
-//! nearly random sample of the data. At most 1.7 times the optimal number of rows (Dósa and Sgall, 2013); on the usual
-//! long-tailed lengths within half a per cent of the bound.
+//! The right one when rows should be made in the (shuffled) order of arrival, without favouring any
+//! length: a row is a nearly random sample of the data. At most 1.7 times the optimal number of
+//! rows (Dósa and Sgall, 2013); on the usual long-tailed lengths within half a per cent of the
+//! bound.
 //!
-//! The naive search looks at every open row, which is quadratic when rows stay nearly full. Here the rows are the
-//! leaves of a tournament tree whose inner nodes hold the largest free space below them: going down to the left
-//! wherever the left half has space finds the earliest row in O(log rows).
+//! The naive search looks at every open row, which is quadratic when rows stay nearly full. Here
+//! the rows are the leaves of a tournament tree whose inner nodes hold the largest free space below
+//! them: going down to the left wherever the left half has space finds the earliest row in O(log
+//! rows).
 
 use super::{Bounds, Rows};
 use crate::order::Stream;
 
-/// Packs the items of `order`, each of `slots[item]` tokens, in that order; the rows are then shuffled.
+/// Packs the items of `order`, each of `slots[item]` tokens, in that order; the rows are then
+/// shuffled.
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
     let mut tree = Tournament::new(bounds.capacity);
     let mut counts: Vec<u32> = Vec::new();
@@ -49,9 +52,11 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
     Rows { items, offsets }
 }
 
-/// Free space of the rows, as the leaves of a complete binary tree of maxima. Rows that were never opened are empty.
+/// Free space of the rows, as the leaves of a complete binary tree of maxima. Rows that were never
+/// opened are empty.
 struct Tournament {
-    /// Node 1 is the root, node `i` has the children `2i` and `2i + 1`; the leaves start at `leaves`.
+    /// Node 1 is the root, node `i` has the children `2i` and `2i + 1`; the leaves start at
+    /// `leaves`.
     nodes: Vec<u32>,
     leaves: usize,
     capacity: u32,
@@ -67,7 +72,8 @@ impl Tournament {
         }
     }
 
-    /// The earliest row with at least `slot` tokens of space. Opens more rows when all are too full.
+    /// The earliest row with at least `slot` tokens of space. Opens more rows when all are too
+    /// full.
     fn first_with(&mut self, slot: u32) -> usize {
         if self.nodes[1] < slot {
             self.double();

@@ -1,8 +1,8 @@
 //! How many items there are of each size.
 //!
-//! Lengths repeat: ten million samples have a few thousand distinct lengths. The best-fit packer and the lower bound
-//! work on this count instead of on the items. O(n + largest size) where sizes are dense enough for a table, else
-//! O(n log n) by sorting.
+//! Lengths repeat: ten million samples have a few thousand distinct lengths. The best-fit packer
+//! and the lower bound work on this count instead of on the items. O(n + largest size) where sizes
+//! are dense enough for a table, else O(n log n) by sorting.
 
 /// The distinct sizes, falling, each with the number of its items.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,8 +1,9 @@
 //! Packing: samples into rows of a fixed capacity.
 //!
-//! Packing is one-dimensional bin packing with integer sizes. Each algorithm has a file of its own and can be run
-//! alone; they know nothing of labels, ranks or steps. All of them keep three promises: every item is in exactly one
-//! row, no row holds more than `capacity` tokens or `limit` items, and the answer depends on nothing but the arguments.
+//! Packing is one-dimensional bin packing with integer sizes. Each algorithm has a file of its own
+//! and can be run alone; they know nothing of labels, ranks or steps. All of them keep three
+//! promises: every item is in exactly one row, no row holds more than `capacity` tokens or `limit`
+//! items, and the answer depends on nothing but the arguments.
 //!
 //! | algorithm | rows, lognormal / uniform (0.2 to 0.6) × capacity | cost | when |
 //! |---|---|---|---|
@@ -91,9 +92,11 @@ pub struct Bounds {
     pub limit: u32,
 }
 
-/// Packs items of `slots[i]` tokens by the algorithm of the settings. Every slot is from 1 to the capacity.
+/// Packs items of `slots[i]` tokens by the algorithm of the settings. Every slot is from 1 to the
+/// capacity.
 ///
-/// The rows come in a random order, except for sequential packing, where items and rows keep theirs.
+/// The rows come in a random order, except for sequential packing, where items and rows keep
+/// theirs.
 pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut Stream) -> Rows {
     let mut order: Vec<u32> = (0..slots.len() as u32).collect();
     if config.sample_packing_sequentially {
@@ -101,7 +104,8 @@ pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut 
     }
     let group = config.sample_packing_group_size.unwrap_or(u64::MAX) as usize;
     let algorithm = config.sample_packing_algorithm;
-    // Best fit shuffles inside each length, which one global group makes as good as shuffling everything first.
+    // Best fit shuffles inside each length, which one global group makes as good as shuffling
+    // everything first.
     if algorithm != Algorithm::BestFitDecreasing || group < order.len() {
         stream.shuffle(&mut order);
     }
@@ -123,10 +127,11 @@ pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut 
 
 /// A number of rows that no packing can beat: the largest of three bounds.
 ///
-/// The first is the total over the capacity, the second the number of items over the limit. The third is Martello and
-/// Toth's L2 (1990): items above half the capacity need rows of their own. For a threshold t, those above capacity − t
-/// have no space for items of t or more; so what the items from t to one half do not find as free space beside the
-/// other large ones needs further rows. For lengths 6, 6, 6 and capacity 10 the total asks for 2 rows, L2 for 3.
+/// The first is the total over the capacity, the second the number of items over the limit. The
+/// third is Martello and Toth's L2 (1990): items above half the capacity need rows of their own.
+/// For a threshold t, those above capacity − t have no space for items of t or more; so what the
+/// items from t to one half do not find as free space beside the other large ones needs further
+/// rows. For lengths 6, 6, 6 and capacity 10 the total asks for 2 rows, L2 for 3.
 ///
 /// O(n + longest), or O(n log n) for sparse sizes; exact integers.
 pub fn lower_bound(slots: &[u32], bounds: Bounds) -> u64 {

@@ -1,8 +1,9 @@
 //! Seeded sample lengths, shared by the tests and the benches.
 //!
-//! The distributions are the ones of the published comparisons: *lognormal* is the long tail of chats and documents
-//! (mean about 600 after clipping at 4096); *uniform* from 0.2 to 0.6 of the capacity has no small samples to fill
-//! gaps; *triplets* fill every row exactly three by three, so their optimum, n / 3 rows, is known.
+//! The distributions are the ones of the published comparisons: *lognormal* is the long tail of
+//! chats and documents (mean about 600 after clipping at 4096); *uniform* from 0.2 to 0.6 of the
+//! capacity has no small samples to fill gaps; *triplets* fill every row exactly three by three, so
+//! their optimum, n / 3 rows, is known.
 #![allow(dead_code)] // each test binary uses a part
 
 use multipack::{Purpose, Stream};
@@ -41,7 +42,8 @@ pub fn uniform(n: usize, cap: u32, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// n / 3 rows, each cut into three parts between a quarter and a half of the capacity, in random order.
+/// n / 3 rows, each cut into three parts between a quarter and a half of the capacity, in random
+/// order.
 pub fn triplets(n: usize, cap: u32, seed: u64) -> Vec<u32> {
     let mut stream = stream(seed);
     let mut lengths = Vec::with_capacity(n);
