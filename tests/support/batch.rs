@@ -141,7 +141,7 @@ pub fn collate(request: &Request) -> Batch {
     let mut row_len = options.row_len as usize;
     if row_len == 0 {
         row_len = rows.iter().map(Row::len).max().unwrap_or(0);
-        while row_len % options.pad_to_multiple_of as usize != 0 {
+        while !row_len.is_multiple_of(options.pad_to_multiple_of as usize) {
             row_len += 1;
         }
     }
@@ -248,10 +248,10 @@ pub fn label_counts(
     for i in 1..offsets.len() {
         let (from, to) = (offsets[i - 1] as usize, offsets[i] as usize);
         let mut count = 0;
-        for t in from..to {
-            let kept = max_sample_len == 0 || t - from < max_sample_len;
-            let masked = mask_first_label && t == from;
-            if labels[t] != -100 && kept && !masked {
+        for (t, &label) in labels[from..to].iter().enumerate() {
+            let kept = max_sample_len == 0 || t < max_sample_len;
+            let masked = mask_first_label && t == 0;
+            if label != -100 && kept && !masked {
                 count += 1;
             }
         }
