@@ -1,0 +1,180 @@
+"""Shape functions of the ops, for torch.compile and torch.export.
+
+They say what an op returns without running it: shapes, dtypes, strides. The sizes that depend on what the tensors hold
+are left open (`new_dynamic_size`); with a given `row_len` everything but `cu_seqlens` is known, and a compiled program
+may go from samples to loss in one graph.
+
+The C++ side names this module as the place of the shape functions, so they may live nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from multipack import _library as _library
+
+Size: TypeAlias = Any  # int or torch.SymInt, which torch does not type as one
+_FakeBatch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _dynamic_size(least: int = 0) -> Size:
+    return torch.library.get_ctx().new_dynamic_size(min=least)
+
+
+def _on_cpu(op: str, **tensors: Tensor | Sequence[Tensor] | None) -> None:
+    """Refuse what the op itself would refuse when it runs, in the same words."""
+    for name, value in tensors.items():
+        listed = value is not None and not isinstance(value, Tensor)
+        for i, tensor in enumerate(value if listed else [value]):
+            if tensor is not None and tensor.device.type != "cpu":
+                argument = f"{name}[{i}]" if listed else name
+                raise ValueError(
+                    f"multipack::{op} runs on the CPU, but {argument} is on {tensor.device}: "
+                    "move it there with .cpu(), and the results back"
+                )
+
+
+@torch.library.register_fake("multipack::plan")
+def _plan(
+    lengths: Tensor,
+    label_counts: Tensor | None,
+    label_starts: Tensor | None,
+    config: str,
+    epoch: int = 0,
+    evaluation: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _on_cpu("plan", lengths=lengths, label_counts=label_counts, label_starts=label_starts)
+    return (
+        lengths.new_empty(_dynamic_size(), dtype=torch.int64),
+        lengths.new_empty(_dynamic_size(1), dtype=torch.int64),
+        lengths.new_empty(_dynamic_size(1), dtype=torch.int64),
+        lengths.new_empty(_dynamic_size(1), dtype=torch.uint8),
+    )
+
+
+@torch.library.register_fake("multipack::microbatch")
+def _microbatch(
+    index: Tensor, row_offsets: Tensor, batch_offsets: Tensor, world_size: int, rank: int, k: int
+) -> tuple[Tensor, Tensor]:
+    _on_cpu("microbatch", index=index, row_offsets=row_offsets, batch_offsets=batch_offsets)
+    return (
+        index.new_empty(_dynamic_size(), dtype=torch.int64),
+        index.new_empty(_dynamic_size(1), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("multipack::label_counts")
+def _label_counts(
+    labels: Tensor, offsets: Tensor, *, max_sample_len: int = 0, mask_first_label: bool = True
+) -> tuple[Tensor, Tensor]:
+    _on_cpu("label_counts", labels=labels, offsets=offsets)
+    samples = offsets.shape[0] - 1
+    return (
+        labels.new_empty(samples, dtype=torch.int64),
+        labels.new_empty(samples, dtype=torch.bool),
+    )
+
+
+@torch.library.register_fake("multipack::collate")
+def _collate(
+    tokens: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    row_offsets: Tensor,
+    *,
+    labels: Tensor | None = None,
+    row_len: Size = 0,
+    attention_mask: str = "none",
+    mask_dtype: torch.dtype | None = None,
+    **layout: object,
+) -> _FakeBatch:
+    _on_cpu(
+        "collate",
+        tokens=tokens,
+        offsets=offsets,
+        index=index,
+        row_offsets=row_offsets,
+        labels=labels,
+    )
+    return _batch(row_offsets, row_len, attention_mask, mask_dtype)
+
+
+@torch.library.register_fake("multipack::collate_list")
+def _collate_list(
+    input_ids: Sequence[Tensor],
+    row_offsets: Tensor,
+    *,
+    labels: Sequence[Tensor] | None = None,
+    row_len: Size = 0,
+    attention_mask: str = "none",
+    mask_dtype: torch.dtype | None = None,
+    **layout: object,
+) -> _FakeBatch:
+    _on_cpu("collate_list", input_ids=input_ids, row_offsets=row_offsets, labels=labels)
+    return _batch(row_offsets, row_len, attention_mask, mask_dtype)
+
+
+def _batch(
+    row_offsets: Tensor, row_len: Size, attention_mask: str, mask_dtype: torch.dtype | None
+) -> _FakeBatch:
+    rows = row_offsets.shape[0] - 1
+    size = (rows, _row_len(row_len))
+    # At least one segment: a batch of nothing is not worth an unknown that may be 1, which attention cannot guard on.
+    borders = _dynamic_size(2)
+    if attention_mask == "none":
+        mask = row_offsets.new_empty(0, dtype=torch.bool)
+    else:
+        default = torch.bool if attention_mask == "bool" else torch.float32
+        mask = row_offsets.new_empty((rows, 1, size[1], size[1]), dtype=mask_dtype or default)
+    return (
+        row_offsets.new_empty(size, dtype=torch.int64),
+        row_offsets.new_empty(size, dtype=torch.int64),
+        row_offsets.new_empty(size, dtype=torch.int64),
+        row_offsets.new_empty(size, dtype=torch.int32),
+        row_offsets.new_empty(borders, dtype=torch.int32),
+        row_offsets.new_empty(borders, dtype=torch.int32),
+        row_offsets.new_empty((), dtype=torch.int32),
+        mask,
+    )
+
+
+def _row_len(row_len: Size) -> Size:
+    # A symbolic length is never the 0 that stands for "as long as the longest": torch specialises on 0.
+    return _dynamic_size() if isinstance(row_len, int) and row_len == 0 else row_len
+
+
+@torch.library.register_fake("multipack::pack_values")
+def _pack_values(
+    values: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    row_offsets: Tensor,
+    *,
+    row_len: Size = 0,
+    **layout: object,
+) -> Tensor:
+    _on_cpu("pack_values", values=values, offsets=offsets, index=index, row_offsets=row_offsets)
+    return values.new_empty((row_offsets.shape[0] - 1, _row_len(row_len)))
+
+
+@torch.library.register_fake("multipack::block_mask")
+def _block_mask(
+    segment_ids: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    rows = segment_ids.shape[0] if segment_ids.dim() == 2 else 1
+    row_len = segment_ids.shape[-1]
+    return segment_ids.new_empty((rows, 1, row_len, row_len), dtype=dtype or torch.bool)
+
+
+@torch.library.register_fake("multipack::boundaries")
+def _boundaries(position_ids: Tensor) -> Tensor:
+    _on_cpu("boundaries", position_ids=position_ids)
+    return position_ids.new_empty(_dynamic_size(1), dtype=torch.int32)

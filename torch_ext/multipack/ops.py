@@ -1,0 +1,426 @@
+"""The ops as typed functions: what goes in, what comes out, what is refused.
+
+Each function here calls the op of the same name in ``torch.ops.multipack``, which TorchScript and C++ programs call
+directly. They work on flat data: sample ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``, row ``r`` of a batch holds the
+samples ``index[row_offsets[r]:row_offsets[r + 1]]``. `Collator` and `PackedDataset` are the comfortable way to the same
+tensors.
+
+Arguments are CPU tensors, contiguous or not; only `block_mask` works on any device. Lengths, offsets and indices may
+have any integer dtype, token ids and labels are int32 or int64. Results are new tensors that share no memory with the
+arguments. The number of threads is torch's, or the environment variable ``MULTIPACK_NUM_THREADS`` where that is less;
+it changes no result.
+
+Every function raises TypeError for a wrong dtype, ValueError for a wrong shape, device or value, IndexError for an index
+out of range, each with a sentence that names the argument, what was found and what is allowed. In TorchScript all of
+them arrive as ``torch.jit.Error``. Shapes below: N samples, T tokens in all, M samples of a batch, R rows of L tokens,
+S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import SymInt, Tensor
+
+from multipack import _fake as _fake
+
+_ops = torch.ops.multipack
+
+
+class Batch(NamedTuple):
+    """A packed batch.
+
+    For lengths 3 and 2 in one row of 8, each comment has the tensor's contents.
+    """
+
+    #: (R, L) int64: token ids, the pad id on padding.
+    input_ids: Tensor
+    #: (R, L) int64: not shifted, -100 where there is nothing to learn.
+    labels: Tensor
+    #: (R, L) int64: 0 1 2 0 1 0 1 2; the padded tail counts for itself.
+    position_ids: Tensor
+    #: (R, L) int32: 1 1 1 2 2 0 0 0; from 1 in every row, 0 on padding.
+    segment_ids: Tensor
+    #: (S + 1,) int32: 0 3 5 8; borders in the R * L flattened tokens.
+    cu_seqlens: Tensor
+    #: (S + 1,) int32: the same, or the borders of the slots where samples are aligned.
+    cu_seqlens_padded: Tensor
+    #: int32 without dimensions: 3; the longest segment, always on the CPU.
+    max_seqlen: Tensor
+    #: (R, 1, L, L) bool or float; (0,) bool where none was asked for.
+    attention_mask: Tensor
+
+
+class PlanTensors(NamedTuple):
+    """A plan: samples in rows, rows in microbatches, each as offsets into the level below."""
+
+    #: int64: sample numbers, row after row.
+    index: Tensor
+    #: (rows + 1,) int64: where each row begins in `index`.
+    row_offsets: Tensor
+    #: (microbatches + 1,) int64: where each microbatch begins among the rows; by microstep, then by rank.
+    batch_offsets: Tensor
+    #: uint8: the report, as JSON.
+    report: Tensor
+
+
+class Microbatch(NamedTuple):
+    """The samples that one rank takes in one forward and backward."""
+
+    #: (M,) int64: sample numbers.
+    index: Tensor
+    #: (R + 1,) int64: where each row begins in `index`.
+    row_offsets: Tensor
+
+
+class LabelCounts(NamedTuple):
+    """What the planner wants to know of the labels."""
+
+    #: (N,) int64: labels that enter the loss.
+    counts: Tensor
+    #: (N,) bool: whether the first label is supervised in the data.
+    starts: Tensor
+
+
+def resolve_config(config: str) -> str:
+    """Check settings and fill in every default.
+
+    Args:
+        config (str): A JSON object with the keys of `Config`.
+
+    Returns:
+        str: The same as JSON, with all keys.
+
+    Raises:
+        ValueError: For an unknown key, with the nearest known one, or a value that is not allowed.
+        TypeError: For a value of the wrong kind.
+    """
+    resolved: str = _ops.resolve_config.default(config)
+    return resolved
+
+
+def plan(
+    lengths: Tensor,
+    label_counts: Tensor | None,
+    label_starts: Tensor | None,
+    config: str,
+    epoch: int = 0,
+    evaluation: bool = False,
+) -> PlanTensors:
+    """Plan an epoch; see `multipack.plan` for the comfortable form.
+
+    Args:
+        lengths (Tensor): (N,) integers: tokens of each sample.
+        label_counts (Tensor | None): (N,) integers: supervised tokens of each sample; None: every token is.
+        label_starts (Tensor | None): (N,) bool: whether a sample's first label is supervised.
+        config (str): Settings as JSON.
+        epoch (int): 0 or more; another epoch has another order.
+        evaluation (bool): Plan the evaluation split, which is never balanced and never leaves a sample out.
+
+    Returns:
+        PlanTensors: The plan; the same on every rank for the same arguments.
+
+    Raises:
+        ValueError: If a length or a count is impossible, if an over-long sample meets the policy ``raise``, or if
+            there are fewer microbatches than ranks.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    return PlanTensors(
+        *_ops.plan.default(lengths, label_counts, label_starts, config, epoch, evaluation)
+    )
+
+
+def microbatch(
+    index: Tensor, row_offsets: Tensor, batch_offsets: Tensor, world_size: int, rank: int, k: int
+) -> Microbatch:
+    """Take one rank's microbatch out of a plan.
+
+    Args:
+        index (Tensor): The plan's.
+        row_offsets (Tensor): The plan's.
+        batch_offsets (Tensor): The plan's.
+        world_size (int): Ranks that the plan was made for.
+        rank (int): From 0 to `world_size` - 1.
+        k (int): Which of the rank's microbatches, from 0.
+
+    Returns:
+        Microbatch: What `collate` wants.
+
+    Raises:
+        IndexError: If there is no such rank or microbatch.
+        ValueError: If the tensors are no plan for so many ranks.
+    """
+    return Microbatch(
+        *_ops.microbatch.default(index, row_offsets, batch_offsets, world_size, rank, k)
+    )
+
+
+def label_counts(
+    labels: Tensor, offsets: Tensor, *, max_sample_len: int = 0, mask_first_label: bool = True
+) -> LabelCounts:
+    """Count the labels of each sample that really enter the loss.
+
+    Args:
+        labels (Tensor): (T,) int32 or int64, -100 where there is no supervision.
+        offsets (Tensor): (N + 1,) integers: where each sample begins.
+        max_sample_len (int): Count only so many labels of a sample; 0: all.
+        mask_first_label (bool): Whether `collate` will mask the first label of each sample, so that it does not count.
+
+    Returns:
+        LabelCounts: The two arguments of `plan`.
+
+    Raises:
+        ValueError: If the offsets fall, or end past the labels.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    return LabelCounts(
+        *_ops.label_counts.default(
+            labels, offsets, max_sample_len=max_sample_len, mask_first_label=mask_first_label
+        )
+    )
+
+
+def collate(
+    tokens: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    row_offsets: Tensor,
+    *,
+    labels: Tensor | None = None,
+    row_len: int | SymInt = 0,
+    max_sample_len: int = 0,
+    pad_to_multiple_of: int = 1,
+    align_samples_to: int = 1,
+    pad_token_id: int = 0,
+    position_start: int = 0,
+    mask_first_label: bool = True,
+    padded_tail: Literal["own", "last", "none"] | str = "own",
+    attention_mask: Literal["none", "bool", "additive"] | str = "none",
+    causal: bool = True,
+    window: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+) -> Batch:
+    """Lay samples end to end in rows and make every tensor that a trainer needs.
+
+    Under `torch.compile` give `row_len`: then all shapes but that of `cu_seqlens` are known.
+
+    Args:
+        tokens (Tensor): (T,) int32 or int64: the token ids of all samples.
+        offsets (Tensor): (N + 1,) integers: where each sample begins; any start, not falling, the end at most T.
+        index (Tensor): (M,) integers: the samples of the batch, in order; one may come twice.
+        row_offsets (Tensor): (R + 1,) integers from 0 to M: where each row begins in `index`. No row is empty; an
+            empty sample is passed over.
+        labels (Tensor | None): (T,) int32 or int64, sharing the offsets; None: the tokens themselves.
+        row_len (int | SymInt): L; 0: as long as the longest row, rounded up to `pad_to_multiple_of`.
+        max_sample_len (int): Longer samples are cut there, and no padded tail is longer; 0: no limit.
+        pad_to_multiple_of (int): What L is a multiple of where `row_len` is 0.
+        align_samples_to (int): Round the slot of each sample up to a multiple of this.
+        pad_token_id (int): What stands in `input_ids` on padding.
+        position_start (int): The position of the first token of each sample.
+        mask_first_label (bool): Set the first label of each sample to -100, so that no token is predicted from the
+            sample before.
+        padded_tail (str): What `cu_seqlens` says of the padding at the end of a row: "own" segments, part of the
+            "last" sample's (causal attention only), or "none" (one row only).
+        attention_mask (str): "none", "bool" (True: may attend) or "additive" (0 and the dtype's minimum).
+        causal (bool): Whether the mask, and the model, is causal.
+        window (int | None): Keys that a query sees in the mask, itself among them; None: no limit.
+        mask_dtype (torch.dtype | None): Of an additive mask: float32 (the default), bfloat16 or float16.
+
+    Returns:
+        Batch: The packed batch.
+
+    Raises:
+        ValueError: If the offsets fall or end past the tokens, if a row is empty or longer than `row_len`, if the
+            batch has more than 2**31 - 1 tokens or the mask more than 8 GiB.
+        IndexError: If an entry of `index` is no sample.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    return Batch(
+        *_ops.collate.default(
+            tokens,
+            offsets,
+            index,
+            row_offsets,
+            labels=labels,
+            row_len=row_len,
+            max_sample_len=max_sample_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            align_samples_to=align_samples_to,
+            pad_token_id=pad_token_id,
+            position_start=position_start,
+            mask_first_label=mask_first_label,
+            padded_tail=padded_tail,
+            attention_mask=attention_mask,
+            causal=causal,
+            window=window,
+            mask_dtype=mask_dtype,
+        )
+    )
+
+
+def collate_list(
+    input_ids: Sequence[Tensor],
+    row_offsets: Tensor,
+    *,
+    labels: Sequence[Tensor] | None = None,
+    row_len: int | SymInt = 0,
+    max_sample_len: int = 0,
+    pad_to_multiple_of: int = 1,
+    align_samples_to: int = 1,
+    pad_token_id: int = 0,
+    position_start: int = 0,
+    mask_first_label: bool = True,
+    padded_tail: Literal["own", "last", "none"] | str = "own",
+    attention_mask: Literal["none", "bool", "additive"] | str = "none",
+    causal: bool = True,
+    window: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+) -> Batch:
+    """Collate samples that are one tensor each: all of them, in order.
+
+    For TorchScript, C++ and data sets that have nothing flat. Under `torch.compile` it compiles anew for each length of
+    the list, and torch gives up after eight; compile `collate` instead.
+
+    Args:
+        input_ids (Sequence[Tensor]): The samples, (length,) int32 or int64 each.
+        row_offsets (Tensor): (R + 1,) integers from 0 to the number of samples.
+        labels (Sequence[Tensor] | None): As long as `input_ids`, and each as long as its sample.
+        row_len (int | SymInt): This and all that follow: as for `collate`.
+        max_sample_len (int): As for `collate`.
+        pad_to_multiple_of (int): As for `collate`.
+        align_samples_to (int): As for `collate`.
+        pad_token_id (int): As for `collate`.
+        position_start (int): As for `collate`.
+        mask_first_label (bool): As for `collate`.
+        padded_tail (str): As for `collate`.
+        attention_mask (str): As for `collate`.
+        causal (bool): As for `collate`.
+        window (int | None): As for `collate`.
+        mask_dtype (torch.dtype | None): As for `collate`.
+
+    Returns:
+        Batch: The packed batch.
+
+    Raises:
+        ValueError: As for `collate`, or if a sample has more or fewer labels than tokens.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    return Batch(
+        *_ops.collate_list.default(
+            input_ids,
+            row_offsets,
+            labels=labels,
+            row_len=row_len,
+            max_sample_len=max_sample_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            align_samples_to=align_samples_to,
+            pad_token_id=pad_token_id,
+            position_start=position_start,
+            mask_first_label=mask_first_label,
+            padded_tail=padded_tail,
+            attention_mask=attention_mask,
+            causal=causal,
+            window=window,
+            mask_dtype=mask_dtype,
+        )
+    )
+
+
+def pack_values(
+    values: Tensor,
+    offsets: Tensor,
+    index: Tensor,
+    row_offsets: Tensor,
+    *,
+    row_len: int | SymInt = 0,
+    max_sample_len: int = 0,
+    pad_to_multiple_of: int = 1,
+    align_samples_to: int = 1,
+    pad: float = 0,
+) -> Tensor:
+    """Lay other values, one for each token, out like the tokens.
+
+    Args:
+        values (Tensor): (T,) of any dtype.
+        offsets (Tensor): As for `collate`.
+        index (Tensor): As for `collate`.
+        row_offsets (Tensor): As for `collate`.
+        row_len (int | SymInt): As for `collate`.
+        max_sample_len (int): As for `collate`.
+        pad_to_multiple_of (int): As for `collate`.
+        align_samples_to (int): As for `collate`.
+        pad (float): What stands where there is no token; the dtype of the values must be able to hold it.
+
+    Returns:
+        Tensor: (R, L), of the dtype of the values.
+
+    Raises:
+        ValueError: As for `collate`, or if the dtype cannot hold `pad`.
+        IndexError: If an entry of `index` is no sample.
+    """
+    packed: Tensor = _ops.pack_values.default(
+        values,
+        offsets,
+        index,
+        row_offsets,
+        row_len=row_len,
+        max_sample_len=max_sample_len,
+        pad_to_multiple_of=pad_to_multiple_of,
+        align_samples_to=align_samples_to,
+        pad=pad,
+    )
+    return packed
+
+
+def block_mask(
+    segment_ids: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dtype: torch.dtype | None = torch.bool,
+) -> Tensor:
+    """Make the dense attention mask of a packed batch, on the device that the segment ids are on.
+
+    A query may attend to the keys of its own row that carry its segment id, where `causal` to none that is later. So
+    padding, with id 0, attends to padding, and every query has at least one key.
+
+    Args:
+        segment_ids (Tensor): (R, L) or (L,) integers.
+        causal (bool): Whether later keys are hidden.
+        window (int | None): A query sees so many keys, itself among them; where not causal, all that are less than
+            so far away on either side. None: no limit.
+        dtype (torch.dtype | None): bool (True: may attend), or float32, bfloat16 or float16 for a mask to add: 0, and
+            the dtype's minimum.
+
+    Returns:
+        Tensor: (R, 1, L, L).
+
+    Raises:
+        ValueError: If there are more than two dimensions, if `window` is less than 1, or if the mask would take more
+            than 8 GiB on the CPU.
+        TypeError: If a dtype is none of those named.
+    """
+    mask: Tensor = _ops.block_mask.default(segment_ids, causal=causal, window=window, dtype=dtype)
+    return mask
+
+
+def boundaries(position_ids: Tensor) -> Tensor:
+    """Find the segments of a batch that was packed elsewhere by its positions.
+
+    A segment begins with each row, and wherever a position is not one more than the one before. For [[0, 1, 2],
+    [0, 0, 1]] the borders are [0, 3, 4, 6].
+
+    Args:
+        position_ids (Tensor): (R, L) or (L,) integers, starting from any number.
+
+    Returns:
+        Tensor: (S + 1,) int32 `cu_seqlens` over the flattened positions.
+
+    Raises:
+        ValueError: If there are more than two dimensions.
+        TypeError: If the dtype is not an integer one.
+    """
+    borders: Tensor = _ops.boundaries.default(position_ids)
+    return borders
