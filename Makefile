@@ -1,0 +1,64 @@
+# Everything from a clean clone: `make demo` shows the package at work, `make test` proves it, `make lint` reads it.
+#
+# All of it happens in .venv, with the versions that requirements.txt pins, and in Cargo's target folder. Needed
+# beforehand: Rust (1.88 or newer), Python (3.10 or newer), a C++ compiler. The first run fetches torch and compiles its
+# Rust bindings, some minutes; later runs redo only what changed.
+#
+# Builds with torch use the release profile throughout, so that wheel, tests and lints share one compiled torch-sys.
+
+PYTHON := $(shell command -v python3.11 || command -v python3)
+BIN := $(CURDIR)/.venv/bin
+TORCH := --release --features torch
+
+# torch-sys asks the first `python` for libtorch: see build.rs.
+export VIRTUAL_ENV := $(CURDIR)/.venv
+export PATH := $(BIN):$(PATH)
+export LIBTORCH_USE_PYTORCH := 1
+
+SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
+	$(shell find src cpp -type f)
+
+.PHONY: demo build test lint bench tools
+.DELETE_ON_ERROR:
+
+demo: build
+	multipack demo
+
+build: .venv/multipack.stamp
+
+test: build
+	cargo test
+	cargo test $(TORCH)
+	cargo bench -- --test
+	python -m pytest
+
+lint: .venv/requirements.stamp
+	cargo fmt --check
+	cargo clippy --all-targets -- -D warnings
+	cargo clippy --all-targets $(TORCH) -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps $(TORCH)
+	ruff check
+	ruff format --check
+	mypy
+
+bench: .venv/requirements.stamp
+	cargo bench
+	cargo bench --features torch
+
+.venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
+	python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+.venv/requirements.stamp: requirements.txt | tools
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	python -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+tools:
+	@command -v cargo > /dev/null || \
+		{ echo "multipack needs Rust 1.88 or newer: install it from https://rustup.rs" >&2; exit 1; }
+	@command -v c++ > /dev/null || \
+		{ echo "multipack needs a C++ compiler: install g++ or clang" >&2; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "multipack needs Python 3.10 or newer, with its venv module" >&2; exit 1; }
