@@ -1,0 +1,37 @@
+"""Pack samples of uneven length end to end for language-model training.
+
+A `plan` says which samples share a row and which rank runs which rows when; `MultipackBatchSampler`
+hands it to a DataLoader, and `Collator` or `PackedDataset` make the batches. The ops underneath
+are ``torch.ops.multipack``, from the shared library that importing this package loads.
+"""
+
+from importlib import metadata
+
+from multipack._config import Config
+from multipack._library import library_path
+from multipack._plan import Plan, Repeat, label_counts, load_plan, plan
+from multipack._stats import Statistics, Stats
+from multipack.collate import Collator
+from multipack.dataset import PackedDataset, RowDataset
+from multipack.ops import block_mask, boundaries
+from multipack.sampler import MultipackBatchSampler
+
+__version__ = metadata.version("multipack")
+
+__all__ = [
+    "Collator",
+    "Config",
+    "MultipackBatchSampler",
+    "PackedDataset",
+    "Plan",
+    "Repeat",
+    "RowDataset",
+    "Statistics",
+    "Stats",
+    "block_mask",
+    "boundaries",
+    "label_counts",
+    "library_path",
+    "load_plan",
+    "plan",
+]

@@ -1,0 +1,87 @@
+"""Integers in any of the forms that people hold them in, as tensors that the ops take.
+
+What describes samples (lengths, counts, offsets) is copied into dense int64 tensors: one pass and
+eight bytes for each number, so that later changes to the caller's data cannot reach a plan. What
+holds the tokens of a whole data set is viewed, never copied. Nothing is rounded or cut: floats and
+bools are refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Integers: TypeAlias = "torch.Tensor | npt.NDArray[np.integer] | Sequence[int]"
+Bools: TypeAlias = "torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]"
+
+
+def int64_tensor(name: str, values: Integers) -> torch.Tensor:
+    """Copy integers into an int64 tensor of the same shape.
+
+    Args:
+        name (str): What the values are called in errors.
+        values: Integers of any width.
+
+    Returns:
+        torch.Tensor: int64, dense, on the device that a tensor was on and else on the CPU.
+
+    Raises:
+        TypeError: If the values are not integers.
+        ValueError: If one does not fit into 64 bits with a sign.
+    """
+    if isinstance(values, torch.Tensor):
+        if not is_integer(values.dtype) and values.numel() > 0:
+            raise TypeError(f"{name} must hold integers, but is a tensor of {values.dtype}")
+        return values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size > 0:
+        raise TypeError(f"{name} must hold integers, but is an array of {array.dtype}")
+    if array.dtype == np.uint64 and array.size > 0 and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds {array.max()}, more than {np.iinfo(np.int64).max}")
+    return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
+
+
+def token_tensor(name: str, values: Integers) -> torch.Tensor:
+    """View int32 or int64 tokens or labels, read-only ones included, as a tensor.
+
+    Raises:
+        TypeError: If the values are integers of another width, or no integers.
+    """
+    if not isinstance(values, torch.Tensor):
+        array = np.asarray(values)
+        if array.dtype not in (np.int32, np.int64) and array.size > 0:
+            raise TypeError(f"{name} must be int32 or int64, but is an array of {array.dtype}")
+        with warnings.catch_warnings():
+            # torch warns that writing to a read-only array is undefined; nothing here writes.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            values = torch.from_numpy(array if array.size > 0 else array.astype(np.int64))
+    if values.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, but is a tensor of {values.dtype}")
+    return values
+
+
+def bool_tensor(name: str, values: Bools) -> torch.Tensor:
+    """Copy bools into a tensor of the same shape.
+
+    Raises:
+        TypeError: If the values are not bools.
+    """
+    if not isinstance(values, torch.Tensor):
+        array = np.asarray(values)
+        values = torch.from_numpy(np.array(array, dtype=bool if array.size == 0 else None))
+    if values.dtype != torch.bool:
+        raise TypeError(f"{name} must hold bools, but is of {values.dtype}")
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether a tensor of `dtype` holds integers; bool is not one."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -1,0 +1,224 @@
+"""The settings of a plan and of its batches, as a typed, frozen dataclass.
+
+The rules (kinds, ranges, which settings exclude one another) live in Rust alone: making a `Config`
+hands its keys over as JSON to ``torch.ops.multipack.resolve_config`` and takes the validated values
+back. So Python, TorchScript and C++ accept and refuse the same settings with the same sentences.
+Making one costs some ten microseconds.
+
+The functions at the end say what follows from the settings for one split: how samples lie in a
+batch, how many there are, and how many tokens a row may hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from multipack import ops
+
+Split = Literal["train", "eval"]
+Layout = Literal["one_row", "real_rows", "padded", "flattened"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting, validated when it is made; equal settings are equal and hash alike.
+
+    NumPy integers are taken as integers. A bool, a float or a string for an integer is refused,
+    and so is a key that does not exist:
+
+        >>> Config(sequence_len=4096, micro_batch_size=2).gradient_accumulation_steps
+        1
+        >>> Config(sequence_length=4096)
+        Traceback (most recent call last):
+        ValueError: unknown setting 'sequence_length', did you mean 'sequence_len'?
+
+    Raises:
+        TypeError: If a value is of the wrong kind.
+        ValueError: If a key is unknown, a value is out of range, or settings exclude one another.
+    """
+
+    sequence_len: int | None = None
+    """Most tokens of one sample, and the unit of a row's capacity. Needed to plan."""
+    micro_batch_size: int = 1
+    """Rows of a microbatch, or samples in the layouts with a fixed number of them."""
+    eval_batch_size: int | None = None
+    """The same for evaluation; None: as `micro_batch_size`."""
+    gradient_accumulation_steps: int = 1
+    """Microbatches per rank and optimizer step."""
+    world_size: int = 1
+    """Data-parallel ranks."""
+    sample_packing: bool = True
+    """Pack rows up to a capacity; False: a fixed number of samples per microbatch."""
+    batch_flattening: bool = False
+    """Without packing: samples end to end in one row, instead of padded rows."""
+    multipack_real_batches: bool | None = None
+    """Packed: `micro_batch_size` rows of `sequence_len`, instead of one row of their product."""
+    sample_packing_algorithm: str = "best_fit_decreasing"
+    """How rows are packed: ``best_fit_decreasing``, ``first_fit`` or ``next_fit``."""
+    sample_packing_sequentially: bool = False
+    """Keep the dataset's order: next fit, no shuffling."""
+    sample_packing_bin_size: int | None = None
+    """Most samples in a row."""
+    sample_packing_group_size: int | None = None
+    """Pack so many samples at a time."""
+    balance_labels: bool = False
+    """Even out the supervised tokens."""
+    label_balance_window_optim_steps: int = 1
+    """Optimizer steps balanced together."""
+    balance_cost: str = "auto"
+    """What ranks are evened by: ``auto``, ``tokens``, ``padded`` or ``attention``."""
+    balance_cost_linear: float = 0.0
+    """Weight of a token beside the sum of squared lengths, for ``attention``."""
+    excess_length_strategy: str = "drop"
+    """Samples longer than `sequence_len`: ``drop``, ``truncate`` or ``raise``."""
+    min_sample_len: int = 1
+    """Shorter samples are dropped and counted; empty ones always."""
+    drop_unlabelled: bool = True
+    """Drop samples without a supervised token, where label counts are given."""
+    incomplete_batches: str = "drop"
+    """What does not fill a round of all ranks: ``drop``, ``split`` or ``fill``."""
+    pad_to_multiple_of: int = 1
+    """A row's length is rounded up to a multiple of this."""
+    pad_to_sequence_len: bool = False
+    """Pad every row to its capacity."""
+    align_samples_to: int = 1
+    """Each sample's slot is rounded up to a multiple of this; must divide the capacity."""
+    mask_first_label: bool = True
+    """Mask the first label of every sample, so that no label crosses a border."""
+    padded_tail: str = "own"
+    """What the padding after a row's last sample belongs to: ``own``, ``last`` or ``none``."""
+    eval_sample_packing: bool | None = None
+    """`sample_packing` for evaluation; None: the same."""
+    streaming_multipack_buffer_size: int = 10_000
+    """Samples per buffer of a stream."""
+    seed: int = 0
+    """The seed of everything, unless `data_seed` is given."""
+    data_seed: int | None = None
+    """The seed of planning; None: `seed`."""
+
+    def __new__(cls, **keys: object) -> Config:
+        # The signature that dataclass makes would refuse an unknown key without naming the nearest.
+        _resolve(keys)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for key, value in _resolve(vars(self)).items():
+            object.__setattr__(self, key, value)
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str]) -> Config:
+        """Read settings from a YAML file that holds nothing else.
+
+        Args:
+            path (str | os.PathLike): A file with one mapping of keys to values, or an empty one.
+
+        Returns:
+            Config: The settings of the file; every other key has its default.
+
+        Raises:
+            ValueError: If the file is not a YAML mapping, or as for `Config`.
+            TypeError: As for `Config`.
+        """
+        import yaml
+
+        try:
+            keys = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {error}") from error
+        if keys is None:
+            keys = {}
+        if not isinstance(keys, dict):
+            found = type(keys).__name__
+            raise ValueError(f"{path} holds a {found}, but settings map keys to values")
+        return cls(**{str(key): value for key, value in keys.items()})
+
+    def replace(self, **keys: Any) -> Config:
+        """Return a copy with some settings changed.
+
+        Args:
+            **keys: Settings by name.
+
+        Returns:
+            Config: The changed copy, validated as a whole.
+
+        Raises:
+            TypeError, ValueError: As for `Config`.
+        """
+        return Config(**{**vars(self), **keys})
+
+    def to_json(self) -> str:
+        """Return all settings as a JSON object: what the ops take as ``config``."""
+        return json.dumps(vars(self))
+
+
+def make_config(config: Config | None, keys: Mapping[str, Any]) -> Config:
+    """Return `config`, or the defaults, with `keys` laid over it.
+
+    Raises:
+        TypeError: If `config` is not a `Config`, or as for `Config`.
+        ValueError: As for `Config`.
+    """
+    if config is None:
+        return Config(**keys)
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config must be a multipack.Config or None, but is a {type(config).__name__}; "
+            "write Config(...), or give the settings as keywords"
+        )
+    return config.replace(**keys) if keys else config
+
+
+def layout(config: Config, split: Split) -> Layout:
+    """Return how the samples of a microbatch lie in its tensors."""
+    packed = config.sample_packing
+    if split == "eval" and config.eval_sample_packing is not None:
+        packed = config.eval_sample_packing
+    if packed:
+        return "real_rows" if config.multipack_real_batches else "one_row"
+    return "flattened" if config.batch_flattening else "padded"
+
+
+def batch_size(config: Config, split: Split) -> int:
+    """Return the rows of a microbatch, or its samples in the layouts with a fixed number."""
+    if split == "eval" and config.eval_batch_size is not None:
+        return config.eval_batch_size
+    return config.micro_batch_size
+
+
+def capacity(config: Config, split: Split) -> int:
+    """Return the most tokens of a row, or 0 where no `sequence_len` is set."""
+    rows = batch_size(config, split) if layout(config, split) in ("one_row", "flattened") else 1
+    return rows * (config.sequence_len or 0)
+
+
+def _resolve(keys: Mapping[str, object]) -> dict[str, Any]:
+    """Validate `keys` and return all settings."""
+    plain = {key: _plain(key, value) for key, value in keys.items()}
+    resolved: dict[str, Any] = json.loads(ops.resolve_config(json.dumps(plain)))
+    return resolved
+
+
+def _plain(key: str, value: object) -> object:
+    """Return `value` as JSON knows it; what is right for the key is for Rust to say."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} is {value}, but must be a finite number")
+    if value is None or isinstance(value, bool | int | float | str | list | dict):
+        return value
+    if isinstance(value, np.bool_ | np.floating):
+        return value.item()
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(
+            f"{key} is a {kind}, but a setting is a number, a bool or a string"
+        ) from None

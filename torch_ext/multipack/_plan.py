@@ -1,0 +1,282 @@
+"""An epoch's schedule: which samples share a row, which rows a microbatch, and whose turn it is.
+
+The planning itself is ``torch.ops.multipack.plan``: a pure function of lengths, label counts,
+settings, seed and epoch, so every rank computes the same plan without talking to the others. A
+`Plan` keeps it as three int64 tensors: 8 bytes for each planned sample and each row; lists are made
+only for the microbatch that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import operator
+import warnings
+import zipfile
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+import torch
+from multipack import ops
+from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, token_tensor
+from multipack._config import Config, Split, make_config
+from multipack._stats import Stats
+
+_FORMAT = 1
+_TENSORS = ("index", "row_offsets", "batch_offsets")
+
+
+class Repeat(int):
+    """The index of a sample that is repeated to fill a microbatch or a round of ranks.
+
+    It is that index in every respect. `RowDataset` and `PackedDataset` know it by its class and
+    set the sample's labels to -100, so that nothing is trained on, or evaluated, twice.
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The schedule of one epoch over all ranks.
+
+    For two rows of samples [0, 3] and [2, 1], one row per microbatch and two ranks, `index` is [0,
+    3, 2, 1], `row_offsets` [0, 2, 4] and `batch_offsets` [0, 1, 2]; ``plan[0, 0]`` is [[0, 3]] and
+    ``plan[1, 0]`` is [[2, 1]].
+    """
+
+    index: torch.Tensor
+    """int64 (M,): the samples of all rows, one row after the other."""
+    row_offsets: torch.Tensor
+    """int64 (R+1,): where each row begins in `index`, from 0 to M."""
+    batch_offsets: torch.Tensor
+    """int64 (B+1,): where each microbatch begins among the rows, from 0 to R; number k·world_size +
+    rank is the microbatch k of a rank."""
+    config: Config
+    """The settings that it was made with."""
+    report: Mapping[str, Any]
+    """What the planner reports, as plain data."""
+
+    def __len__(self) -> int:
+        """Microbatches of each rank."""
+        count: int = self.report["microbatches_per_rank"]
+        return count
+
+    def __getitem__(self, key: tuple[int, int]) -> list[list[int]]:
+        """Return the rows of a rank's microbatch `k`.
+
+        Args:
+            key (tuple[int, int]): The rank, from 0, and the microbatch, from 0 to ``len(plan) -
+                1``.
+
+        Returns:
+            list[list[int]]: For each row its samples, as plain ints, or as `Repeat` where they are
+                repeated. In the layouts with a fixed number of samples there is one list, of all
+                samples of the microbatch.
+
+        Raises:
+            IndexError: If the rank or the microbatch is out of range.
+        """
+        rank, k = (operator.index(number) for number in key)
+        world_size = self.config.world_size
+        samples, offsets = ops.microbatch(
+            self.index, self.row_offsets, self.batch_offsets, world_size, rank, k
+        )
+        flat: list[int] = samples.tolist()
+        borders: list[int] = offsets.tolist()
+        if repeated := self.report["repeated_samples"]:
+            first = int(self.row_offsets[self.batch_offsets[k * world_size + rank]])
+            real = max(0, self.index.numel() - repeated - first)
+            flat[real:] = map(Repeat, flat[real:])
+        return [flat[start:end] for start, end in itertools.pairwise(borders)]
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.report['layout']}, {len(self)} microbatches on each of "
+            f"{self.config.world_size} ranks, {self.index.numel()} samples, digest {self.digest})"
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """How full, how even, and what was left out; its text is a table."""
+        return Stats.from_report(self.report)
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits that are equal on all ranks if their plans are."""
+        digest: str = self.report["digest"]
+        return digest
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a NumPy archive, with its settings and its report as JSON.
+
+        Args:
+            path (str | os.PathLike): The file, overwritten if it exists. No suffix is added.
+        """
+        arrays = {name: getattr(self, name).numpy() for name in _TENSORS}
+        header = {"format": _FORMAT, "config": vars(self.config), "report": self.report}
+        text = json.dumps(header).encode()
+        with open(path, "wb") as file:
+            np.savez(
+                file,
+                header=np.frombuffer(text, np.uint8),
+                checksum=np.frombuffer(_checksum(text, arrays), np.uint8),
+                **arrays,
+            )
+
+
+def load_plan(path: str | PathLike[str]) -> Plan:
+    """Read a plan that `Plan.save` wrote. No code in the file is run.
+
+    Args:
+        path (str | os.PathLike): The file.
+
+    Returns:
+        Plan: Equal in everything to the saved one.
+
+    Raises:
+        ValueError: If the file is not a saved plan, is damaged, or was written by a newer format.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in _TENSORS}
+            text = archive["header"].tobytes()
+            checksum = archive["checksum"].tobytes()
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise ValueError(f"{path} is not a saved plan, or is cut short: {error}") from error
+    if checksum != _checksum(text, arrays):
+        raise ValueError(f"{path} is damaged: its checksum is not that of its contents; plan anew")
+    header = json.loads(text)
+    if header["format"] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {header['format']}, but this version reads format {_FORMAT}"
+        )
+    return Plan(
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        config=Config(**header["config"]),
+        report=header["report"],
+    )
+
+
+def plan(
+    lengths: Integers,
+    label_counts: Integers | None = None,
+    config: Config | None = None,
+    *,
+    label_starts: Bools | None = None,
+    epoch: int = 0,
+    split: Split = "train",
+    **keys: Any,
+) -> Plan:
+    """Plan an epoch: pure, and the same on every rank, thread count and platform.
+
+        >>> plan([3, 5, 2, 4], sequence_len=8, sample_packing_sequentially=True)[0, 0]
+        [[0, 1]]
+
+    Args:
+        lengths: (N,) integers: tokens of each sample, as a list, a NumPy array of any integer
+            dtype, or a tensor.
+        label_counts: (N,) integers: supervised tokens of each sample, as `label_counts` counts
+            them; None: pretraining samples, every token is supervised.
+        config (Config): The settings; `sequence_len` is needed.
+        label_starts: (N,) bools: whether each sample's first label is supervised; matters only when
+            `mask_first_label` is off.
+        epoch (int): From 0; another epoch is another order.
+        split (str): ``train``, or ``eval``: its own batch size, one order, nothing left out, never
+            balanced.
+        **keys: Settings by name; they override those of `config`.
+
+    Returns:
+        Plan: The schedule.
+
+    Raises:
+        TypeError: If something is of the wrong kind.
+        ValueError: If settings, lengths or label counts are out of range or do not fit together; if
+            several ranks have fewer microbatches than ranks and `incomplete_batches` is ``drop``.
+
+    Warns:
+        UserWarning: For what the planner finds odd, such as an epoch without any sample.
+    """
+    return plan_tensors(
+        int64_tensor("lengths", lengths),
+        None if label_counts is None else int64_tensor("label_counts", label_counts),
+        None if label_starts is None else bool_tensor("label_starts", label_starts),
+        make_config(config, keys),
+        operator.index(epoch),
+        split,
+    )
+
+
+def plan_tensors(
+    lengths: torch.Tensor,
+    label_counts: torch.Tensor | None,
+    label_starts: torch.Tensor | None,
+    config: Config,
+    epoch: int,
+    split: Split,
+) -> Plan:
+    """Plan from tensors and settings that are already checked; see `plan`."""
+    if split not in ("train", "eval"):
+        raise ValueError(f"split is {split!r}, but must be 'train' or 'eval'")
+    index, row_offsets, batch_offsets, report = ops.plan(
+        lengths, label_counts, label_starts, config.to_json(), epoch, split == "eval"
+    )
+    facts = json.loads(report.numpy().tobytes())
+    for text in facts["warnings"]:
+        warnings.warn(text, stacklevel=3)
+    return Plan(index, row_offsets, batch_offsets, config, facts)
+
+
+def label_counts(
+    labels: Integers, offsets: Integers, config: Config | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count the labels of each sample that really enter the loss.
+
+    For labels [-100, 7, 8, 9, -100] and offsets [0, 3, 5] the counts are [2, 0] and the starts
+    [False, True]: the 9 is the first label of its sample, which is masked unless `mask_first_label`
+    is off.
+
+    Args:
+        labels: (T,) int32 or int64: the labels of all samples, end to end; -100 is not supervised.
+            Not copied.
+        offsets: (N+1,) integers: where each sample begins in `labels`.
+        config (Config): Its `mask_first_label` is followed, and its `sequence_len` where over-long
+            samples are truncated.
+
+    Returns:
+        tuple[torch.Tensor, torch.Tensor]: int64 (N,) counts, and bool (N,): whether the sample's
+            first label is supervised; the two arguments of `plan`.
+
+    Raises:
+        TypeError: If the labels are not int32 or int64, or the offsets not integers.
+        ValueError: If the offsets fall, or end past the labels.
+    """
+    return count_labels(
+        token_tensor("labels", labels), int64_tensor("offsets", offsets), make_config(config, {})
+    )
+
+
+def count_labels(
+    labels: torch.Tensor, offsets: torch.Tensor, config: Config
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count as `label_counts` does, from tensors: int32 or int64 `labels`, int64 `offsets`."""
+    cut = config.excess_length_strategy == "truncate"
+    return ops.label_counts(
+        labels,
+        offsets,
+        max_sample_len=(config.sequence_len or 0) if cut else 0,
+        mask_first_label=config.mask_first_label,
+    )
+
+
+def _checksum(header: bytes, arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    """Hash what a saved plan holds; a file that was cut or edited has another."""
+    digest = hashlib.blake2b(header, digest_size=16)
+    for name in _TENSORS:
+        array = arrays[name]
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.digest()

@@ -1,0 +1,319 @@
+"""Data sets that take the microbatches of a sampler as indices.
+
+`RowDataset` wraps any map-style data set and returns rows of samples, for a `Collator`.
+`PackedDataset` holds all tokens in flat buffers and returns finished batches: no Python object is
+made for a token, and nothing of the data set is copied but what enters the batch. Both pass
+through the workers of a DataLoader, forked or spawned.
+
+    loader = DataLoader(RowDataset(dataset), batch_sampler=sampler, collate_fn=collator)
+    loader = DataLoader(PackedDataset.from_arrow(dataset, collator=collator), sampler=sampler,
+    batch_size=None)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+import torch
+from multipack._arrays import Integers, int64_tensor, token_tensor
+from multipack._config import Config
+from multipack._plan import Repeat, count_labels
+from multipack.collate import IGNORED_LABEL, Collator
+
+
+class RowDataset(Dataset[Any]):
+    """A map-style data set that takes rows of indices.
+
+    For ``dataset[i] == {"input_ids": [i]}``, ``RowDataset(dataset)[[[0, 2], [1]]]`` is
+    ``[[{"input_ids": [0]}, {"input_ids": [2]}], [{"input_ids": [1]}]]``.
+
+    The samples of a microbatch are fetched in one call where the data set has `__getitems__`, as
+    those of Hugging Face have. Repeated samples, which the sampler marks by `Repeat`, come with
+    labels that are all -100.
+
+    Args:
+        dataset: Anything with `__getitem__` and `__len__` whose items are mappings.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        """Samples in the data set."""
+        return len(self.dataset)
+
+    def __getitem__(self, batch: int | Sequence[Any]) -> Any:
+        """Return the sample of an index, or the samples of a microbatch as `__getitems__` does."""
+        return self.__getitems__(batch) if isinstance(batch, list) else self.dataset[batch]
+
+    def __getitems__(self, batch: Sequence[Any]) -> list[Any]:
+        """Return the samples of a microbatch.
+
+        Args:
+            batch: Indices, or rows of indices.
+
+        Returns:
+            list: Samples, or rows of samples, in the places of their indices.
+        """
+        in_rows = len(batch) > 0 and isinstance(batch[0], list)
+        rows = batch if in_rows else [batch]
+        flat = [index for row in rows for index in row]
+        if hasattr(self.dataset, "__getitems__"):
+            samples = self.dataset.__getitems__(flat)
+        else:
+            samples = [self.dataset[index] for index in flat]
+        if any(isinstance(index, Repeat) for index in flat):
+            samples = map(_without_repeated_labels, flat, samples)
+        following = iter(samples)
+        filled = [[next(following) for _ in row] for row in rows]
+        return filled if in_rows else filled[0]
+
+
+class PackedDataset(Dataset[dict[str, Any]]):
+    """Tokens in flat buffers: a microbatch of indices in, a finished batch out.
+
+        >>> tokens = torch.tensor([11, 12, 13, 21, 22])
+        >>> data = PackedDataset(tokens, [0, 3, 5], collator=Collator(attention="none"))
+        >>> data[[[1, 0]]]["input_ids"]
+        tensor([[21, 22, 11, 12, 13]])
+
+    A DataLoader hands it whole microbatches with ``sampler=sampler, batch_size=None``.
+
+    Args:
+        tokens: (T,) int32 or int64, as a tensor or an array, a read-only memory map among them: all
+            samples, end to end. Viewed, not copied.
+        offsets: (N+1,) integers: where each sample begins in `tokens`; they need not begin at 0 nor
+            end at T.
+        labels: As `tokens`; None: every token is supervised.
+        collator (Collator): Makes the batch.
+
+    Raises:
+        TypeError: If tokens or labels are not int32 or int64, or the offsets are not integers.
+        ValueError: If tokens and labels differ in shape, or the offsets fall or leave the tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Integers,
+        offsets: Integers,
+        labels: Integers | None = None,
+        *,
+        collator: Collator,
+    ) -> None:
+        buffers = _Buffers(
+            token_tensor("tokens", tokens),
+            None if labels is None else token_tensor("labels", labels),
+        )
+        if buffers.labels is not None and buffers.labels.shape != buffers.tokens.shape:
+            raise ValueError(
+                f"tokens has shape {tuple(buffers.tokens.shape)}, but labels has "
+                f"{tuple(buffers.labels.shape)}: give one label for each token"
+            )
+        borders = int64_tensor("offsets", offsets)
+        _check_offsets(borders, buffers.tokens.numel())
+        first, last = int(borders[0]), int(borders[-1])
+        self.collator = collator
+        self._arrow: Any = None
+        self._buffers = [buffers.part(first, last)]
+        self._offsets = borders - first
+        self._first_samples = np.zeros(1, np.int64)
+        self._mapping: torch.Tensor | None = None
+
+    @classmethod
+    def from_arrow(cls, dataset: Any, *, collator: Collator) -> PackedDataset:
+        """View the tokens of a Hugging Face data set where Arrow keeps them.
+
+        The columns are `input_ids` and, if there are any, `labels`.
+
+        The buffers are viewed where they are, in memory or in a mapped file, through slices,
+        shuffles, selections and concatenations; eight bytes are kept for each sample. Other
+        columns are not read, except that an `attention_mask` is checked to be all ones.
+
+        Args:
+            dataset (datasets.Dataset): One split, whose columns are lists of int32 or int64.
+            collator (Collator): Makes the batch.
+
+        Returns:
+            PackedDataset: The samples of `dataset`, in its order. Pickled, as for spawned workers,
+                it is as large as the pickled `dataset`.
+
+        Raises:
+            TypeError: If it is no such data set, or a column is of another type.
+            ValueError: If there is no `input_ids`, or a sample is null, holds a null, has padding,
+                or has labels of another length.
+        """
+        from multipack import _arrow
+
+        columns = _arrow.read(dataset)
+        self = cls.__new__(cls)
+        self.collator = collator
+        self._arrow = dataset
+        self._buffers = [
+            _Buffers(
+                token_tensor("input_ids", tokens),
+                None if labels is None else token_tensor("labels", labels),
+            )
+            for tokens, labels in columns.chunks
+        ]
+        self._offsets = torch.from_numpy(columns.offsets)
+        self._first_samples = columns.first_samples
+        self._mapping = None if columns.mapping is None else torch.from_numpy(columns.mapping)
+        return self
+
+    def __len__(self) -> int:
+        """Samples in the data set."""
+        return (self._offsets[1:] if self._mapping is None else self._mapping).numel()
+
+    def __getitem__(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Return a finished batch.
+
+        Args:
+            batch: A microbatch as the sampler yields it: indices, or rows of indices. The labels
+                of a `Repeat` are all -100.
+
+        Returns:
+            dict[str, Any]: What the collator makes of these samples.
+
+        Raises:
+            IndexError: If an index is out of range.
+            ValueError: As for `Collator`.
+        """
+        samples, row_offsets = self.collator.rows(batch)
+        repeats = [isinstance(sample, Repeat) for sample in samples]
+        index = self._physical(torch.tensor(samples))
+        if len(self._buffers) > 1 or any(repeats):
+            buffers, offsets = self._gathered(index.numpy(), repeats)
+            index = torch.arange(len(samples))
+        else:
+            buffers, offsets = self._buffers[0], self._offsets
+        return self.collator.lay_out(buffers.tokens, offsets, buffers.labels, index, row_offsets)
+
+    def __getitems__(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Return a finished batch: for a DataLoader with ``batch_sampler=sampler``."""
+        return self[batch]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Arrow data travels as the data set, which knows how to name a mapped file instead of
+        # sending its tokens.
+        if self._arrow is not None:
+            return {"arrow": self._arrow, "collator": self.collator}
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "arrow" in state:
+            state = PackedDataset.from_arrow(state["arrow"], collator=state["collator"]).__dict__
+        self.__dict__.update(state)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 (N,): tokens of each sample, for the sampler."""
+        lengths = self._offsets.diff()
+        return lengths if self._mapping is None else lengths[self._mapping]
+
+    def label_counts(self, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count the labels of each sample that enter the loss.
+
+        Args:
+            config (Config): As for `multipack.label_counts`; None: the collator's.
+
+        Returns:
+            tuple[torch.Tensor, torch.Tensor]: int64 (N,) counts and bool (N,) starts, for the
+            sampler.
+        """
+        config = self.collator.config if config is None else config
+        borders = [*self._first_samples.tolist(), self._offsets.numel() - 1]
+        parts = []
+        for buffers, first, last in zip(self._buffers, borders[:-1], borders[1:], strict=True):
+            labels = buffers.tokens if buffers.labels is None else buffers.labels
+            offsets = self._offsets[first : last + 1] - self._offsets[first]
+            parts.append(count_labels(labels, offsets, config))
+        counts, starts = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        if self._mapping is not None:
+            counts, starts = counts[self._mapping], starts[self._mapping]
+        return counts, starts
+
+    def _physical(self, index: torch.Tensor) -> torch.Tensor:
+        """Return where samples lie in the buffers."""
+        wrong = index[(index < 0) | (index >= len(self))]
+        if wrong.numel() > 0:
+            raise IndexError(
+                f"sample {int(wrong[0])} is out of range: the data set has {len(self)} samples"
+            )
+        return index if self._mapping is None else self._mapping[index]
+
+    def _gathered(
+        self, index: npt.NDArray[np.int64], repeats: list[bool]
+    ) -> tuple[_Buffers, torch.Tensor]:
+        """Copy the samples of a microbatch together, with the labels of repeats at -100."""
+        offsets = self._offsets.numpy()
+        chunks = np.searchsorted(self._first_samples, index, side="right") - 1
+        bases = offsets[self._first_samples[chunks]]
+        starts, ends = offsets[index] - bases, offsets[index + 1] - bases
+        tokens, labels = [], []
+        for chunk, start, end, repeat in zip(
+            chunks.tolist(), starts.tolist(), ends.tolist(), repeats, strict=True
+        ):
+            buffers = self._buffers[chunk]
+            tokens.append(buffers.tokens.numpy()[start:end])
+            if repeat:
+                labels.append(np.full(end - start, IGNORED_LABEL, np.int32))
+            elif buffers.labels is not None:
+                labels.append(buffers.labels.numpy()[start:end])
+            else:
+                labels.append(tokens[-1])
+        supervised_in_part = self._buffers[0].labels is not None or any(repeats)
+        gathered = _Buffers(
+            torch.from_numpy(np.concatenate(tokens)),
+            torch.from_numpy(np.concatenate(labels)) if supervised_in_part else None,
+        )
+        borders = np.zeros(len(index) + 1, np.int64)
+        np.cumsum(ends - starts, out=borders[1:])
+        return gathered, torch.from_numpy(borders)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffers:
+    """Tokens end to end, and their labels if they have some."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+
+    def part(self, start: int, end: int) -> _Buffers:
+        return _Buffers(
+            self.tokens[start:end], None if self.labels is None else self.labels[start:end]
+        )
+
+
+def _check_offsets(offsets: torch.Tensor, tokens: int) -> None:
+    """Refuse offsets that are not a rising walk through the tokens."""
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(
+            f"offsets has shape {tuple(offsets.shape)}, but must have one dimension, with one "
+            "entry more than there are samples"
+        )
+    falls = (offsets.diff() < 0).nonzero()
+    if falls.numel() > 0:
+        sample = int(falls[0])
+        raise ValueError(
+            f"offsets fall from {int(offsets[sample])} to {int(offsets[sample + 1])} "
+            f"at sample {sample}"
+        )
+    if int(offsets[0]) < 0 or int(offsets[-1]) > tokens:
+        raise ValueError(
+            f"offsets go from {int(offsets[0])} to {int(offsets[-1])}, but there are "
+            f"{tokens} tokens"
+        )
+
+
+def _without_repeated_labels(index: int, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample with labels, which are all -100 if it is a repeat."""
+    labels = sample.get("labels", sample["input_ids"])
+    if isinstance(index, Repeat):
+        labels = [IGNORED_LABEL] * len(labels)
+    return {**sample, "labels": labels}
