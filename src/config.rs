@@ -497,6 +497,14 @@ impl Config {
         }
     }
 
+    /// Microbatches of a rank in an optimizer step. Evaluation has no steps: each stands alone.
+    pub fn accumulation(&self, split: Split) -> u64 {
+        match split {
+            Split::Train => self.gradient_accumulation_steps,
+            Split::Eval => 1,
+        }
+    }
+
     /// Most tokens of a row.
     ///
     /// # Errors

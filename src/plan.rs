@@ -159,27 +159,10 @@ pub fn plan(
             Split::Eval => Incomplete::Fill,
         },
     };
-    let rows_before = rows.len();
+    let all_rows = rows.len();
     let schedule = Schedule::complete(rows, &samples.slots, round)?;
-
-    let mut warnings = Vec::new();
-    if samples.is_empty() {
-        warnings.push(samples.why_empty());
-    } else {
-        if samples.dropped.count() + samples.truncated.count > 0 {
-            warnings.push(samples.what_is_missing());
-        }
-        if schedule.rows.is_empty() {
-            warnings.push(format!(
-                "no complete microbatch, so the plan is empty: {}; incomplete_batches: fill or split keeps them",
-                match round.items_per_row {
-                    Some(_) => format!("{} samples, but a microbatch needs {batch_size}", samples.len()),
-                    None => format!("{rows_before} rows, but a microbatch needs {}", round.rows_per_microbatch),
-                }
-            ));
-        }
-    }
-
+    let warnings = warnings(&samples, &schedule, round, all_rows);
+    let after = Stats::of(&schedule, round, &samples, config, split, bounds);
     let Schedule {
         rows,
         repeated_items,
@@ -188,68 +171,57 @@ pub fn plan(
         unused_items,
     } = schedule;
     let microbatches = rows.len() / round.rows_per_microbatch;
-    let mut plan = Plan {
-        index: rows
-            .items
-            .iter()
-            .map(|&item| i64::from(samples.index[item as usize]))
-            .collect(),
-        row_offsets: rows
-            .offsets
-            .iter()
-            .map(|&offset| i64::from(offset))
-            .collect(),
-        batch_offsets: (0..=microbatches)
-            .map(|batch| (batch * round.rows_per_microbatch) as i64)
-            .collect(),
-        report: Report {
-            version: PLAN_VERSION,
-            digest: String::new(),
-            inputs: InputDigests {
-                settings: digest(|hash| hash.update(config.to_short_json().as_bytes())),
-                lengths: digest(|hash| update_with(hash, lengths)),
-                labels: (label_counts.is_some() || label_starts.is_some()).then(|| {
-                    digest(|hash| {
-                        update_with(hash, label_counts.unwrap_or_default());
-                        let starts = label_starts.unwrap_or_default();
-                        starts
-                            .iter()
-                            .for_each(|&start| hash.update(&[u8::from(start)]));
-                    })
-                }),
-            },
-            split,
-            epoch,
-            layout,
-            capacity,
-            world_size: config.world_size,
-            gradient_accumulation_steps: match split {
-                Split::Train => config.gradient_accumulation_steps,
-                Split::Eval => 1,
-            },
-            microbatches_per_rank: microbatches as u64 / config.world_size,
-            repeated_rows: repeated_rows as u64,
-            repeated_samples: repeated_items as u64,
-            unused_rows: unused_rows as u64,
-            unused_samples: unused_items as u64,
-            retained: samples.len() as u64,
-            dropped: samples.dropped.clone(),
-            truncated: samples.truncated.clone(),
-            warnings,
-            before: Stats::default(),
-            after: Stats::default(),
+    let index: Vec<i64> = samples.to_dataset_index(&rows.items);
+    let row_offsets: Vec<i64> = rows.offsets.iter().map(|&o| i64::from(o)).collect();
+    let batch_offsets: Vec<i64> = (0..=microbatches)
+        .map(|batch| (batch * round.rows_per_microbatch) as i64)
+        .collect();
+    let report = Report {
+        version: PLAN_VERSION,
+        digest: digest(|hash| {
+            hash.update(&PLAN_VERSION.to_le_bytes());
+            hash.update(config.to_short_json().as_bytes());
+            update_with(hash, &index);
+            update_with(hash, &row_offsets);
+            update_with(hash, &batch_offsets);
+        }),
+        inputs: InputDigests {
+            settings: digest(|hash| hash.update(config.to_short_json().as_bytes())),
+            lengths: digest(|hash| update_with(hash, lengths)),
+            labels: (label_counts.is_some() || label_starts.is_some()).then(|| {
+                digest(|hash| {
+                    update_with(hash, label_counts.unwrap_or_default());
+                    let starts = label_starts.unwrap_or_default();
+                    starts
+                        .iter()
+                        .for_each(|&start| hash.update(&[u8::from(start)]));
+                })
+            }),
         },
+        split,
+        epoch,
+        layout,
+        capacity,
+        world_size: config.world_size,
+        gradient_accumulation_steps: config.accumulation(split),
+        microbatches_per_rank: microbatches as u64 / config.world_size,
+        repeated_rows: repeated_rows as u64,
+        repeated_samples: repeated_items as u64,
+        unused_rows: unused_rows as u64,
+        unused_samples: unused_items as u64,
+        retained: samples.len() as u64,
+        dropped: samples.dropped.clone(),
+        truncated: samples.truncated.clone(),
+        warnings,
+        before: after.clone(),
+        after,
     };
-    plan.report.after = Stats::of(&plan, &samples, config, bounds);
-    plan.report.before = plan.report.after.clone();
-    plan.report.digest = digest(|hash| {
-        hash.update(&PLAN_VERSION.to_le_bytes());
-        hash.update(config.to_short_json().as_bytes());
-        update_with(hash, &plan.index);
-        update_with(hash, &plan.row_offsets);
-        update_with(hash, &plan.batch_offsets);
-    });
-    Ok(plan)
+    Ok(Plan {
+        index,
+        row_offsets,
+        batch_offsets,
+        report,
+    })
 }
 
 impl Plan {
@@ -346,6 +318,28 @@ fn check_range(name: &'static str, found: i64, end: i64) -> Result<()> {
         true => Ok(()),
         false => Err(Error::OutOfRange { name, found, end }),
     }
+}
+
+/// What the user should hear once: samples left out or cut, and why a plan is empty.
+fn warnings(samples: &Samples, schedule: &Schedule, round: Round, all_rows: usize) -> Vec<String> {
+    if samples.is_empty() {
+        return vec![samples.why_empty()];
+    }
+    let mut warnings = Vec::new();
+    if samples.dropped.count() + samples.truncated.count > 0 {
+        warnings.push(samples.what_is_missing());
+    }
+    if schedule.rows.is_empty() {
+        let (found, what, needed) = match round.items_per_row {
+            Some(items) => (samples.len(), "samples", items),
+            None => (all_rows, "rows", round.rows_per_microbatch),
+        };
+        warnings.push(format!(
+            "no complete microbatch, so the plan is empty: {found} {what}, but a microbatch needs \
+             {needed}; incomplete_batches: fill or split keeps them"
+        ));
+    }
+    warnings
 }
 
 /// Rows by the settings' layout, and what they may hold.

@@ -162,27 +162,39 @@ impl<'a> Samples<'a> {
         self.index.is_empty()
     }
 
-    /// Tokens of a retained sample, after truncation. `sample` is a dataset index.
-    pub fn length(&self, sample: usize) -> i64 {
-        self.inputs.lengths[sample].min(self.sequence_len)
+    /// Dataset indices of retained samples given by number.
+    pub fn to_dataset_index(&self, items: &[u32]) -> Vec<i64> {
+        if self.len() == self.inputs.lengths.len() {
+            // Nothing was dropped, so the numbers are the indices.
+            return items.iter().map(|&item| i64::from(item)).collect();
+        }
+        let index = |&item: &u32| i64::from(self.index[item as usize]);
+        items.iter().map(index).collect()
     }
 
-    /// Supervised tokens of a retained sample that is not the first of its row.
-    pub fn labels(&self, sample: usize) -> i64 {
+    /// Tokens of the retained sample number `item`, after truncation.
+    pub fn length(&self, item: usize) -> u64 {
+        self.inputs.lengths[self.index[item] as usize].min(self.sequence_len) as u64
+    }
+
+    /// Supervised tokens of the retained sample number `item` of `length` tokens, where it is not
+    /// the first of its row.
+    pub fn labels(&self, item: usize, length: u64) -> i64 {
         match self.inputs.label_counts {
-            Some(counts) => counts[sample],
-            None => self.length(sample) - i64::from(self.mask_first_label),
+            Some(counts) => counts[self.index[item] as usize],
+            None => length as i64 - i64::from(self.mask_first_label),
         }
     }
 
-    /// Labels that a sample loses by standing first in its row: the causal shift leaves nothing
-    /// that predicts its first token. 0 where `mask_first_label` has removed that label everywhere.
-    pub fn lead_loss(&self, sample: usize) -> i64 {
+    /// Labels that a retained sample loses by standing first in its row: the causal shift leaves
+    /// nothing that predicts its first token. 0 where `mask_first_label` has removed that label
+    /// everywhere.
+    pub fn lead_loss(&self, item: usize) -> i64 {
         if self.mask_first_label {
             return 0;
         }
         i64::from(match (self.inputs.label_starts, self.inputs.label_counts) {
-            (Some(starts), _) => starts[sample],
+            (Some(starts), _) => starts[self.index[item] as usize],
             (None, None) => true,
             (None, Some(_)) => false,
         })

@@ -7,10 +7,10 @@
 
 use serde::Serialize;
 
-use crate::config::{BalanceCost, BatchLayout, Config};
+use crate::config::{BalanceCost, BatchLayout, Config, Split};
 use crate::pack::{self, Bounds};
-use crate::plan::Plan;
 use crate::samples::Samples;
+use crate::schedule::{Round, Schedule};
 
 /// Statistics of a schedule. Counts are of the whole epoch over all ranks.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -51,24 +51,32 @@ struct Load {
     labels: i64,
     /// Rows × row length.
     size: u64,
-    squares: f64,
+    /// Σ length² of the samples.
+    squares: u64,
 }
 
 impl Stats {
-    /// Measures a plan.
-    pub(crate) fn of(plan: &Plan, samples: &Samples, config: &Config, bounds: Bounds) -> Stats {
-        let loads = loads(plan, samples, config);
+    /// Measures a schedule.
+    pub(crate) fn of(
+        schedule: &Schedule,
+        round: Round,
+        samples: &Samples,
+        config: &Config,
+        split: Split,
+        bounds: Bounds,
+    ) -> Stats {
+        let layout = config.layout(split);
+        let loads = loads(schedule, round, samples, config, layout, bounds);
         let total = |part: fn(&Load) -> u64| loads.iter().map(part).sum::<u64>();
         let (rows, tokens, size) = (total(|l| l.rows), total(|l| l.tokens), total(|l| l.size));
-        let space = if plan.report.layout.is_packed() {
-            rows * plan.report.capacity
+        let space = if layout.is_packed() {
+            rows * u64::from(bounds.capacity)
         } else {
             size
         };
         let labels: Vec<f64> = loads.iter().map(|load| load.labels as f64).collect();
         let lengths: Vec<f64> = loads.iter().map(|load| load.tokens as f64).collect();
-        let world = plan.report.world_size as usize;
-        let step = world * plan.report.gradient_accumulation_steps as usize;
+        let step = round.world_size * config.accumulation(split) as usize;
         let per_step = |values: &[f64]| -> Vec<f64> {
             values
                 .chunks_exact(step)
@@ -83,7 +91,7 @@ impl Stats {
         let neighbours = means.get(1..).unwrap_or_default();
         Stats {
             rows,
-            lower_bound: if plan.report.layout.is_packed() {
+            lower_bound: if layout.is_packed() {
                 pack::lower_bound(&samples.slots, bounds)
             } else {
                 rows
@@ -95,64 +103,76 @@ impl Stats {
             microbatch_label_std: deviation(&labels),
             step_label_std: deviation(&per_step(&labels)),
             step_token_std: deviation(&per_step(&lengths)),
-            rank_cost_imbalance: imbalance(&loads, world, plan.report.layout, config),
-            rank_size_jump: size_jump(&loads, world),
+            rank_cost_imbalance: imbalance(&loads, round.world_size, layout, config),
+            rank_size_jump: size_jump(&loads, round.world_size),
             length_correlation: correlation(&means[..neighbours.len()], neighbours),
         }
     }
 }
 
 /// What each microbatch amounts to.
-fn loads(plan: &Plan, samples: &Samples, config: &Config) -> Vec<Load> {
-    let report = &plan.report;
-    let real = plan.index.len() - report.repeated_samples as usize;
-    let padded = report.layout == BatchLayout::Padded;
+fn loads(
+    schedule: &Schedule,
+    round: Round,
+    samples: &Samples,
+    config: &Config,
+    layout: BatchLayout,
+    bounds: Bounds,
+) -> Vec<Load> {
+    let rows = &schedule.rows;
+    let real = rows.items.len() - schedule.repeated_items;
+    // With neither alignment nor label counts, one gather of the slots says everything.
+    let aligned = config.align_samples_to > 1;
     let load_of = |batch: usize| {
         let mut load = Load::default();
         let mut longest = 0;
         let mut add_row = |at: std::ops::Range<usize>| {
-            let mut slots = 0;
+            let mut used = 0;
             for place in at.clone() {
-                let sample = plan.index[place] as usize;
-                let length = samples.length(sample);
-                slots += (length as u64).next_multiple_of(config.align_samples_to);
+                let item = rows.items[place] as usize;
+                let slot = u64::from(samples.slots[item]);
+                used += slot;
                 if place < real {
+                    let length = if aligned { samples.length(item) } else { slot };
                     load.samples += 1;
-                    load.tokens += length as u64;
-                    load.labels += samples.labels(sample);
-                    load.squares += (length as f64).powi(2);
+                    load.tokens += length;
+                    load.squares += length * length;
+                    load.labels += samples.labels(item, length);
                     if place == at.start {
-                        load.labels -= samples.lead_loss(sample);
+                        load.labels -= samples.lead_loss(item);
                     }
                 }
             }
             load.rows += 1;
-            longest = longest.max(slots);
+            longest = longest.max(used);
         };
-        for row in plan.rows_of(batch) {
-            let items = plan.row_offsets[row] as usize..plan.row_offsets[row + 1] as usize;
-            if padded {
+        let first_row = batch * round.rows_per_microbatch;
+        for row in first_row..first_row + round.rows_per_microbatch {
+            let items = rows.offsets[row] as usize..rows.offsets[row + 1] as usize;
+            if layout == BatchLayout::Padded {
                 items.for_each(|place| add_row(place..place + 1));
             } else {
                 add_row(items);
             }
         }
         let row_len = if config.pad_to_sequence_len {
-            report.capacity
+            u64::from(bounds.capacity)
         } else {
             longest.next_multiple_of(config.pad_to_multiple_of)
         };
         load.size = load.rows * row_len;
         load
     };
-    (0..plan.batch_offsets.len() - 1).map(load_of).collect()
+    (0..rows.len() / round.rows_per_microbatch)
+        .map(load_of)
+        .collect()
 }
 
 /// The heaviest rank over the mean of the ranks, averaged over the microsteps.
 fn imbalance(loads: &[Load], world: usize, layout: BatchLayout, config: &Config) -> Option<f64> {
     let cost = |load: &Load| match (config.balance_cost, layout) {
         (BalanceCost::Attention, _) => {
-            config.balance_cost_linear * load.tokens as f64 + load.squares
+            config.balance_cost_linear * load.tokens as f64 + load.squares as f64
         }
         (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
         (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
