@@ -8,7 +8,7 @@ are ``torch.ops.multipack``, from the shared library that importing this package
 from importlib import metadata
 
 from multipack._config import Config
-from multipack._library import library_path
+from multipack._library import cmake_prefix_path, library_path
 from multipack._plan import Plan, Repeat, label_counts, load_plan, plan
 from multipack._stats import Statistics, Stats
 from multipack.collate import Collator
@@ -30,6 +30,7 @@ __all__ = [
     "Stats",
     "block_mask",
     "boundaries",
+    "cmake_prefix_path",
     "label_counts",
     "library_path",
     "load_plan",

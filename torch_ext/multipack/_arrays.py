@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
 import torch
 
 if TYPE_CHECKING:

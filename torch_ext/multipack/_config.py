@@ -177,6 +177,19 @@ def make_config(config: Config | None, keys: Mapping[str, Any]) -> Config:
     return config.replace(**keys) if keys else config
 
 
+def checked_split(split: str) -> Split:
+    """Return the name of a split.
+
+    Raises:
+        ValueError: If there is no such split.
+    """
+    if split == "train":
+        return "train"
+    if split == "eval":
+        return "eval"
+    raise ValueError(f"split is {split!r}, but must be 'train' or 'eval'")
+
+
 def layout(config: Config, split: Split) -> Layout:
     """Return how the samples of a microbatch lie in its tensors."""
     packed = config.sample_packing

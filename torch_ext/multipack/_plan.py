@@ -20,11 +20,11 @@ from os import PathLike
 from typing import Any
 
 import numpy as np
-
 import torch
+
 from multipack import ops
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, token_tensor
-from multipack._config import Config, Split, make_config
+from multipack._config import Config, Split, checked_split, make_config
 from multipack._stats import Stats
 
 _FORMAT = 1
@@ -206,7 +206,7 @@ def plan(
         None if label_starts is None else bool_tensor("label_starts", label_starts),
         make_config(config, keys),
         operator.index(epoch),
-        split,
+        checked_split(split),
     )
 
 
@@ -219,8 +219,6 @@ def plan_tensors(
     split: Split,
 ) -> Plan:
     """Plan from tensors and settings that are already checked; see `plan`."""
-    if split not in ("train", "eval"):
-        raise ValueError(f"split is {split!r}, but must be 'train' or 'eval'")
     index, row_offsets, batch_offsets, report = ops.plan(
         lengths, label_counts, label_starts, config.to_json(), epoch, split == "eval"
     )

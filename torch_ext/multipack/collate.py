@@ -10,24 +10,26 @@ key. Python lists are the slow path: about 25 ns, nearly all of it spent on taki
 from __future__ import annotations
 
 import itertools
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
 import torch
+
 from multipack import ops
-from multipack._config import Config, capacity, layout, make_config
+from multipack._config import Config, Split, capacity, checked_split, layout, make_config
 
 Sample: TypeAlias = "Mapping[str, Any]"
+
+IGNORED_LABEL = -100
 
 _ATTENTION = ("none", "bool", "additive", "flash")
 _ATTENTION_TO_COME = ("varlen", "flex", "multipack")
 _MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-IGNORED_LABEL = -100
 
 
 class Collator:
@@ -50,9 +52,7 @@ class Collator:
 
     Args:
         config (Config): The settings: how samples lie in a batch, padding, alignment, truncation,
-            the first label. `pad_to_sequence_len` pads to the capacity that training batches have;
-            for evaluation with another batch size, make a second collator with that
-            `micro_batch_size`.
+            the first label.
         attention (str): How the samples of a row are kept apart. There is no default, because the
             wrong one lets samples see each other and nothing fails:
 
@@ -69,6 +69,8 @@ class Collator:
         window (int): Sliding window of a mask: so many keys with the query's own.
         pad_values (Mapping): What fills the padding of further per-token keys, by key; 0 where not
             given.
+        split (str): ``train``, or ``eval`` for batches of an evaluation, which may have another
+            layout and size.
         **keys: Settings by name; they override those of `config`.
 
     Raises:
@@ -86,6 +88,7 @@ class Collator:
         dtype: torch.dtype | None = None,
         window: int | None = None,
         pad_values: Mapping[str, float] | None = None,
+        split: Split = "train",
         **keys: Any,
     ) -> None:
         if attention in _ATTENTION_TO_COME:
@@ -108,11 +111,17 @@ class Collator:
                 f"window limits a mask, but attention={attention!r} makes none; set the window in "
                 "the model"
             )
+        if isinstance(pad_token_id, bool) or not hasattr(pad_token_id, "__index__"):
+            raise TypeError(
+                f"pad_token_id is {pad_token_id!r}, but must be an integer; where a tokenizer has "
+                "none, any id will do: padding is neither seen by samples nor trained on"
+            )
         self.config = make_config(config, keys)
+        self.split = checked_split(split)
         self.attention = attention
-        self.pad_token_id = pad_token_id
+        self.pad_token_id = operator.index(pad_token_id)
         self.dtype = dtype
-        self.window = window
+        self.window = None if window is None else operator.index(window)
         self.pad_values = dict(pad_values or {})
 
     def __call__(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> dict[str, Any]:
@@ -140,7 +149,7 @@ class Collator:
                 only some samples have a key, a sample holds padding, or one is longer than
                 `sequence_len` and not to be truncated.
         """
-        samples, row_offsets = self.rows(batch)
+        samples, row_offsets = join_rows(batch, self.config, self.split)
         keys = _shared_keys(samples)
         if "input_ids" not in keys:
             raise ValueError(f"the samples have no 'input_ids', but {_names(sorted(keys))}")
@@ -149,12 +158,13 @@ class Collator:
         if "labels" in keys:
             labels = _column_like(samples, "labels", lengths)
         if "attention_mask" in keys:
-            _check_mask(_column_like(samples, "attention_mask", lengths), lengths)
+            _check_masks(samples, lengths)
         if "position_ids" in keys:
-            _check_positions(_column_like(samples, "position_ids", lengths), lengths)
+            _check_positions(samples, lengths)
         offsets = torch.from_numpy(_offsets(lengths))
         index = torch.arange(len(samples))
-        result = self.lay_out(
+        result = lay_out(
+            self,
             torch.from_numpy(tokens),
             offsets,
             None if labels is None else torch.from_numpy(labels),
@@ -165,140 +175,125 @@ class Collator:
             if _is_number(samples[0][key]):
                 result[key] = _stack(samples, key)
             else:
-                result[key] = self._pack(
+                result[key] = ops.pack_values(
                     torch.from_numpy(_column_like(samples, key, lengths, "iufb")),
                     offsets,
                     index,
                     row_offsets,
-                    result["input_ids"].shape[1],
-                    self.pad_values.get(key, 0),
+                    row_len=result["input_ids"].shape[1],
+                    max_sample_len=self.config.sequence_len or 0,
+                    align_samples_to=self.config.align_samples_to,
+                    pad=self.pad_values.get(key, 0),
                 )
         return result
 
-    def rows(self, batch: Sequence[Any]) -> tuple[list[Any], torch.Tensor]:
-        """Flatten a microbatch, and say where each row of the tensors begins in it.
 
-        Args:
-            batch: Items, or lists of items.
+def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[Any], torch.Tensor]:
+    """Flatten a microbatch, and say where each row of the tensors begins in it.
 
-        Returns:
-            tuple[list, torch.Tensor]: The items, and int64 (R+1,) offsets of the rows.
+    Args:
+        batch: Items (samples or their indices), or lists of items.
+        config (Config): Its layout says whether items without rows make one row, or a row each.
+        split (str): ``train`` or ``eval``.
 
-        Raises:
-            ValueError: If there are no items, or items without rows where the layout is of real
-                rows.
-        """
-        if len(batch) == 0:
-            raise ValueError("the microbatch is empty, but a batch has at least one sample")
-        kind = layout(self.config, "train")
-        in_rows = [isinstance(row, list | tuple) for row in batch]
-        if all(in_rows):
-            items = list(itertools.chain.from_iterable(batch))
-            sizes = [len(row) for row in batch]
-        elif any(in_rows):
-            raise TypeError("the microbatch mixes samples and rows of samples: give either")
-        else:
-            items = list(batch)
-            sizes = [len(items)]
-            if kind == "real_rows":
-                raise ValueError(
-                    "multipack_real_batches has several rows, but the microbatch is a list of "
-                    "samples: give a list of rows, as the sampler yields them"
-                )
-        if kind == "padded":
-            sizes = [1] * len(items)
-        return items, torch.tensor([0, *itertools.accumulate(sizes)])
+    Returns:
+        tuple[list, torch.Tensor]: The items, and int64 (R+1,) offsets of the rows.
 
-    def lay_out(
-        self,
-        tokens: torch.Tensor,
-        offsets: torch.Tensor,
-        labels: torch.Tensor | None,
-        index: torch.Tensor,
-        row_offsets: torch.Tensor,
-    ) -> dict[str, Any]:
-        """Collate from flat buffers; see ``torch.ops.multipack.collate`` for the arguments.
-
-        Returns:
-            dict[str, Any]: As from a call, without further keys.
-
-        Raises:
-            ValueError: If a sample is longer than `sequence_len` and not to be truncated, or as for
-                the op.
-            IndexError: If an index is out of range.
-        """
-        config = self.config
-        self._check_lengths(offsets, index)
-        mask = self.attention if self.attention in ("bool", "additive") else "none"
-        made = ops.collate(
-            tokens,
-            offsets,
-            index,
-            row_offsets,
-            labels=labels,
-            row_len=capacity(config, "train") if config.pad_to_sequence_len else 0,
-            max_sample_len=config.sequence_len or 0,
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            align_samples_to=config.align_samples_to,
-            pad_token_id=self.pad_token_id,
-            mask_first_label=config.mask_first_label,
-            padded_tail=config.padded_tail,
-            attention_mask=mask,
-            window=self.window,
-            mask_dtype=self.dtype,
+    Raises:
+        TypeError: If items and lists of items are mixed.
+        ValueError: If there are no items, or items without rows in the layout of real rows.
+    """
+    if len(batch) == 0:
+        raise ValueError("the microbatch is empty, but a batch has at least one sample")
+    kind = layout(config, split)
+    in_rows = [isinstance(row, list | tuple) for row in batch]
+    if all(in_rows):
+        items = list(itertools.chain.from_iterable(batch))
+        sizes = [len(row) for row in batch]
+    elif any(in_rows):
+        raise TypeError("the microbatch mixes samples and rows of samples: give either")
+    elif kind == "real_rows":
+        raise ValueError(
+            "multipack_real_batches has several rows, but the microbatch is a list of samples: "
+            "give a list of rows, as the sampler yields them"
         )
-        batch: dict[str, Any] = {
-            "input_ids": made.input_ids,
-            "labels": made.labels,
-            "position_ids": made.position_ids,
-        }
-        if mask != "none":
-            batch["attention_mask"] = made.attention_mask
-        elif self.attention == "flash":
-            # The kernel wants the slots that the tokens lie in, which are wider than the samples if
-            # aligned.
-            longest = int(made.max_seqlen)
-            if config.align_samples_to > 1:
-                longest = int(made.cu_seqlens_padded.diff().max())
-            for side in ("q", "k"):
-                batch[f"cu_seq_lens_{side}"] = made.cu_seqlens_padded
-                batch[f"max_length_{side}"] = longest
-        return batch
+    else:
+        items = list(batch)
+        sizes = [len(items)]
+    if kind == "padded":
+        sizes = [1] * len(items)
+    return items, torch.tensor([0, *itertools.accumulate(sizes)])
 
-    def _pack(
-        self,
-        values: torch.Tensor,
-        offsets: torch.Tensor,
-        index: torch.Tensor,
-        row_offsets: torch.Tensor,
-        row_len: int,
-        pad: float,
-    ) -> torch.Tensor:
-        """Lay the values of a further per-token key out like the tokens."""
-        return ops.pack_values(
-            values,
-            offsets,
-            index,
-            row_offsets,
-            row_len=row_len,
-            max_sample_len=self.config.sequence_len or 0,
-            align_samples_to=self.config.align_samples_to,
-            pad=pad,
+
+def lay_out(
+    collator: Collator,
+    tokens: torch.Tensor,
+    offsets: torch.Tensor,
+    labels: torch.Tensor | None,
+    index: torch.Tensor,
+    row_offsets: torch.Tensor,
+) -> dict[str, Any]:
+    """Collate from flat buffers; see `multipack.ops.collate` for the arguments.
+
+    Returns:
+        dict[str, Any]: As from a call of the collator, without further keys.
+
+    Raises:
+        ValueError: If a sample is longer than `sequence_len` and not to be truncated, or as for the
+            op.
+        IndexError: If an index is out of range.
+    """
+    config = collator.config
+    _check_lengths(offsets, index, config)
+    mask = collator.attention if collator.attention in ("bool", "additive") else "none"
+    made = ops.collate(
+        tokens,
+        offsets,
+        index,
+        row_offsets,
+        labels=labels,
+        row_len=capacity(config, collator.split) if config.pad_to_sequence_len else 0,
+        max_sample_len=config.sequence_len or 0,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        align_samples_to=config.align_samples_to,
+        pad_token_id=collator.pad_token_id,
+        mask_first_label=config.mask_first_label,
+        padded_tail=config.padded_tail,
+        attention_mask=mask,
+        window=collator.window,
+        mask_dtype=collator.dtype,
+    )
+    batch: dict[str, Any] = {
+        "input_ids": made.input_ids,
+        "labels": made.labels,
+        "position_ids": made.position_ids,
+    }
+    if mask != "none":
+        batch["attention_mask"] = made.attention_mask
+    elif collator.attention == "flash":
+        # The kernel wants the slots that the tokens lie in, which alignment makes wider.
+        longest = int(made.max_seqlen)
+        if config.align_samples_to > 1:
+            longest = int(made.cu_seqlens_padded.diff().max())
+        for side in ("q", "k"):
+            batch[f"cu_seq_lens_{side}"] = made.cu_seqlens_padded
+            batch[f"max_length_{side}"] = longest
+    return batch
+
+
+def _check_lengths(offsets: torch.Tensor, index: torch.Tensor, config: Config) -> None:
+    """Refuse over-long samples, which the planner leaves out: its lengths were others."""
+    bound = config.sequence_len
+    if bound is None or config.excess_length_strategy == "truncate":
+        return
+    lengths = offsets[index + 1] - offsets[index]
+    if int(lengths.max()) > bound:
+        sample = int((lengths > bound).nonzero()[0])
+        raise ValueError(
+            f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
+            f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
+            "set excess_length_strategy to truncate"
         )
-
-    def _check_lengths(self, offsets: torch.Tensor, index: torch.Tensor) -> None:
-        """Refuse over-long samples, which the planner leaves out: its lengths were others."""
-        bound = self.config.sequence_len
-        if bound is None or self.config.excess_length_strategy == "truncate":
-            return
-        lengths = offsets[index + 1] - offsets[index]
-        if int(lengths.max()) > bound:
-            sample = int((lengths > bound).nonzero()[0])
-            raise ValueError(
-                f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
-                f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
-                "set excess_length_strategy to truncate"
-            )
 
 
 def _names(names: Sequence[Any]) -> str:
@@ -393,18 +388,27 @@ def _part(values: Any, key: str, sample: int, kinds: str) -> Any:
     return part.astype(np.float32) if isinstance(values, list) and part.dtype.kind == "f" else part
 
 
-def _check_mask(mask: npt.NDArray[Any], lengths: list[int]) -> None:
-    """Refuse padding inside samples, which would be trained on."""
-    if not (mask == 1).all():
-        sample, token = _place(int(np.argmax(mask != 1)), lengths)
+def _check_masks(samples: list[Sample], lengths: list[int]) -> None:
+    """Refuse padding in samples, which would be trained on."""
+    masks = [sample["attention_mask"] for sample in samples]
+    # Counting takes a fifth of joining, which is left to find out what is wrong.
+    if all(
+        isinstance(mask, list) and len(mask) == mask.count(1) == length
+        for mask, length in zip(masks, lengths, strict=True)
+    ):
+        return
+    joined = _column_like(samples, "attention_mask", lengths, "iub")
+    if not (joined == 1).all():
+        sample, token = _place(int(np.argmax(joined != 1)), lengths)
         raise ValueError(
-            f"sample {sample} has attention_mask {mask[mask != 1][0]} at token {token}, but "
-            "samples come without padding: tokenise with padding=False, or cut the padding off"
+            f"sample {sample} has attention_mask 0 at token {token}, but samples come without "
+            "padding: tokenise with padding=False, or cut the padding off"
         )
 
 
-def _check_positions(positions: npt.NDArray[Any], lengths: list[int]) -> None:
+def _check_positions(samples: list[Sample], lengths: list[int]) -> None:
     """Refuse positions that are not those that the batch will have."""
+    positions = _column_like(samples, "position_ids", lengths)
     expected = np.arange(len(positions)) - np.repeat(_offsets(lengths)[:-1], lengths)
     if not np.array_equal(positions, expected):
         place = int(np.argmax(positions != expected))

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset
 
-import torch
 from multipack._arrays import Integers, int64_tensor, token_tensor
 from multipack._config import Config
 from multipack._plan import Repeat, count_labels
-from multipack.collate import IGNORED_LABEL, Collator
+from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out
 
 
 class RowDataset(Dataset[Any]):
@@ -69,7 +69,7 @@ class RowDataset(Dataset[Any]):
         else:
             samples = [self.dataset[index] for index in flat]
         if any(isinstance(index, Repeat) for index in flat):
-            samples = map(_without_repeated_labels, flat, samples)
+            samples = map(_with_repeats_masked, flat, samples)
         following = iter(samples)
         filled = [[next(following) for _ in row] for row in rows]
         return filled if in_rows else filled[0]
@@ -184,7 +184,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             IndexError: If an index is out of range.
             ValueError: As for `Collator`.
         """
-        samples, row_offsets = self.collator.rows(batch)
+        collator = self.collator
+        samples, row_offsets = join_rows(batch, collator.config, collator.split)
         repeats = [isinstance(sample, Repeat) for sample in samples]
         index = self._physical(torch.tensor(samples))
         if len(self._buffers) > 1 or any(repeats):
@@ -192,7 +193,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             index = torch.arange(len(samples))
         else:
             buffers, offsets = self._buffers[0], self._offsets
-        return self.collator.lay_out(buffers.tokens, offsets, buffers.labels, index, row_offsets)
+        return lay_out(collator, buffers.tokens, offsets, buffers.labels, index, row_offsets)
 
     def __getitems__(self, batch: Sequence[Any]) -> dict[str, Any]:
         """Return a finished batch: for a DataLoader with ``batch_sampler=sampler``."""
@@ -267,10 +268,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 labels.append(buffers.labels.numpy()[start:end])
             else:
                 labels.append(tokens[-1])
-        supervised_in_part = self._buffers[0].labels is not None or any(repeats)
+        has_labels = self._buffers[0].labels is not None or any(repeats)
         gathered = _Buffers(
             torch.from_numpy(np.concatenate(tokens)),
-            torch.from_numpy(np.concatenate(labels)) if supervised_in_part else None,
+            torch.from_numpy(np.concatenate(labels)) if has_labels else None,
         )
         borders = np.zeros(len(index) + 1, np.int64)
         np.cumsum(ends - starts, out=borders[1:])
@@ -311,7 +312,7 @@ def _check_offsets(offsets: torch.Tensor, tokens: int) -> None:
         )
 
 
-def _without_repeated_labels(index: int, sample: Mapping[str, Any]) -> dict[str, Any]:
+def _with_repeats_masked(index: int, sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample with labels, which are all -100 if it is a repeat."""
     labels = sample.get("labels", sample["input_ids"])
     if isinstance(index, Repeat):

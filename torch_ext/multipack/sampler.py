@@ -4,10 +4,9 @@ It holds the lengths and the plan of the current epoch as tensors, hands out one
 time as plain ints, and talks to nobody: length, iteration and state are computed on each rank
 alone, and agree because the plans do.
 
-    >>> sampler = MultipackBatchSampler([3, 5, 2, 6], sequence_len=8,
-    sample_packing_sequentially=True)
+    >>> sampler = MultipackBatchSampler([3, 5, 2], sequence_len=8, sample_packing_sequentially=True)
     >>> len(sampler), list(sampler)
-    (2, [[[0, 1]], [[2, 3]]])
+    (2, [[[0, 1]], [[2]]])
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from torch.utils.data import Sampler, SequentialSampler
 
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor
-from multipack._config import Config, Split, batch_size, layout, make_config
+from multipack._config import Config, Split, batch_size, checked_split, layout, make_config
 from multipack._plan import Plan, plan_tensors
 
 Batch: TypeAlias = "list[list[int]] | list[int]"
@@ -101,7 +100,7 @@ class MultipackBatchSampler(Sampler[Batch]):
     ) -> None:
         self.config = make_config(config, keys)
         self.rank = _checked_rank(rank, self.config.world_size)
-        self.split = split
+        self.split = checked_split(split)
         self._lengths = int64_tensor("lengths", lengths)
         self._label_counts = (
             None if label_counts is None else int64_tensor("label_counts", label_counts)
