@@ -187,6 +187,16 @@ pub enum Error {
         /// Its tokens.
         tokens: usize,
     },
+    /// Rows of more or fewer samples than there are, where each sample is a tensor of its own.
+    #[error(
+        "row_offsets ends at {found}, but input_ids has {samples} tensors: the last row ends there"
+    )]
+    ListRows {
+        /// The last entry of row_offsets.
+        found: i64,
+        /// Tensors of tokens.
+        samples: usize,
+    },
     /// Labels for more or fewer samples than there are, where each sample is a tensor of its own.
     #[error(
         "labels has {labels} tensors, but input_ids has {samples}: give one per sample, or no labels at all"
