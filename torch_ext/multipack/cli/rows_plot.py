@@ -1,0 +1,156 @@
+"""A picture of how rows are filled: samples as bars, supervised tokens darker, padding hatched.
+
+One panel per layout, one line per row, microbatches set apart by a gap, all panels on the same
+scale of tokens. Costs about a second; meant for some dozens of rows in all, beyond which a line is
+too thin to read.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+# Light and dark of one hue: a sample and its supervised tokens. Grey is left to padding.
+_SHADES = [
+    ("#aecbe8", "#2b6ca8"),
+    ("#fbd0a2", "#d9741a"),
+    ("#b5dfb5", "#36893a"),
+    ("#d9c6e6", "#7d4fa0"),
+    ("#f5bcbc", "#c13b3b"),
+    ("#b3e0e0", "#1f8a8f"),
+]
+_PADDING: dict[str, Any] = {
+    "facecolor": "#eeeeee",
+    "edgecolor": "#b5b5b5",
+    "hatch": "////",
+    "linewidth": 0.0,
+}
+
+_BAR = 0.84
+_GAP = 0.9
+
+
+class Row(NamedTuple):
+    """One row of a microbatch."""
+
+    width: int
+    """Tokens of the row with its padding."""
+    samples: list[npt.NDArray[np.bool_]]
+    """Of each sample in the row, in order: whether its tokens are supervised."""
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of samples."""
+        return sum(len(sample) for sample in self.samples)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Tokens of samples that are supervised."""
+        return sum(int(sample.sum()) for sample in self.samples)
+
+
+class Panel(NamedTuple):
+    """One layout: its name and some of its microbatches."""
+
+    name: str
+    microbatches: list[list[Row]]
+
+
+def draw(title: str, panels: list[Panel], sequence_len: int, path: Path) -> None:
+    """Writes the picture as a PNG; makes the folder if there is none.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    heights = [_height(panel) for panel in panels]
+    figure = Figure(figsize=(12, 1.6 + 0.13 * sum(heights) + 0.6 * len(panels)), dpi=130)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.08)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    for axes, panel in zip(all_axes[:, 0], panels, strict=True):
+        _draw_panel(axes, panel, sequence_len)
+    all_axes[-1, 0].set_xlabel("position in the row, in tokens")
+    light, dark = _SHADES[0]
+    figure.legend(
+        handles=[
+            Patch(facecolor=light, label="a sample (each its own bar)"),
+            Patch(facecolor=dark, label="its supervised tokens"),
+            Patch(**_PADDING, label="padding"),
+        ],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _height(panel: Panel) -> float:
+    rows = sum(len(rows) for rows in panel.microbatches)
+    return rows + _GAP * (len(panel.microbatches) - 1)
+
+
+def _draw_panel(axes: Axes, panel: Panel, sequence_len: int) -> None:
+    top = 0.0
+    middles = []
+    for rows in panel.microbatches:
+        shades = cycle(_SHADES)
+        for i, row in enumerate(rows):
+            start = 0
+            for sample in row.samples:
+                light, dark = next(shades)
+                y = (top + i + (1 - _BAR) / 2, _BAR)
+                axes.broken_barh([(start, len(sample))], y, facecolor=light)
+                axes.broken_barh(_spans(sample, start), y, facecolor=dark)
+                # A thin white line parts neighbours of any colour.
+                axes.vlines(start, y[0], y[0] + _BAR, color="white", linewidth=0.8)
+                start += len(sample)
+            axes.broken_barh([(start, row.width - start)], y, **_PADDING)
+        middles.append(top + len(rows) / 2)
+        axes.text(
+            sequence_len * 1.01, middles[-1], _counts(rows), va="center", fontsize=8, clip_on=False
+        )
+        top += len(rows) + _GAP
+    axes.set_ylim(_height(panel), 0)
+    axes.set_xlim(0, sequence_len)
+    axes.set_yticks(middles, [f"microbatch {k + 1}" for k in range(len(middles))])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    everything = [row for rows in panel.microbatches for row in rows]
+    axes.set_title(f"{panel.name}: {_summary(everything)}", loc="left", fontsize=10)
+
+
+def _spans(supervised: npt.NDArray[np.bool_], start: int) -> list[tuple[int, int]]:
+    """Place in the row and length of each run of supervised tokens of a sample at `start`."""
+    edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))
+    return [(start + int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+
+
+def _counts(rows: list[Row]) -> str:
+    real = sum(row.real_tokens for row in rows)
+    computed = sum(row.width for row in rows)
+    supervised = sum(row.supervised_tokens for row in rows)
+    samples = sum(len(row.samples) for row in rows)
+    return (
+        f"{samples} samples\n{real:,} of {computed:,} tokens\nare real ({real / computed:.1%}),\n"
+        f"{supervised:,} supervised"
+    )
+
+
+def _summary(rows: list[Row]) -> str:
+    real = sum(row.real_tokens for row in rows)
+    computed = sum(row.width for row in rows)
+    samples = sum(len(row.samples) for row in rows)
+    return (
+        f"{len(rows)} rows hold {samples} samples; "
+        f"{1 - real / computed:.1%} of {computed:,} tokens are padding"
+    )
