@@ -1,11 +1,12 @@
 //! Writing a batch: every output once, in the order of memory, at the speed of copying.
 //!
-//! A segment is a contiguous run in each output, so that it is written by whole-slice operations: a
-//! copy (that widens int32), a count upwards, two fills. There is no decision per token. Outputs of
-//! more than about 64k tokens are cut between segments into parts for several threads; a part owns
-//! its slices of every output, so nothing is shared and the answer is the same for any number.
-
-use std::ops::Range;
+//! A segment is a contiguous run in each output, so that it is written by whole-slice operations:
+//! copies (that widen int32), a count upwards, fills. There is no decision per token. Outputs of more
+//! than about 64k tokens are cut between segments into parts for several threads; a part owns its
+//! slices of every output, so nothing is shared and the answer is the same for any number.
+//!
+//! On one core this takes 0.8 to 1.2 times as long as copying finished outputs over (see
+//! `benches/batch.rs`): the outputs are 28 bytes per token, and writing them is all that counts.
 
 use super::layout::Segment;
 use super::{IGNORED_LABEL, Layout, PARALLEL_TOKENS};
@@ -120,6 +121,7 @@ impl Layout {
             for segment in segments {
                 let (this, rest) = out.split_at(segment.slot);
                 out = rest;
+                count_up(self.position_start, this.position_ids);
                 let (real, padding) = this.split_at(segment.copied);
                 let source = segment.source..segment.source + segment.copied;
                 widen(&tokens[source.clone()], real.input_ids);
@@ -127,9 +129,6 @@ impl Layout {
                 if let (true, [first, ..]) = (mask_first_label, &mut *real.labels) {
                     *first = IGNORED_LABEL;
                 }
-                let bend = self.position_start + segment.copied as i64;
-                count_up(self.position_start, real.position_ids);
-                count_up(bend, padding.position_ids);
                 real.segment_ids.fill(segment.id);
                 padding.input_ids.fill(pad_token_id);
                 padding.labels.fill(IGNORED_LABEL);
@@ -180,20 +179,17 @@ impl Layout {
             size
         };
         let mut parts = Vec::new();
-        let (mut first, mut tokens) = (0, 0);
-        let mut cut = |range: Range<usize>, tokens| {
-            if !range.is_empty() {
-                parts.push((&self.segments[range], tokens));
-            }
-        };
-        for (i, segment) in self.segments.iter().enumerate() {
-            tokens += segment.slot;
-            if tokens >= target {
-                cut(first..i + 1, tokens);
-                (first, tokens) = (i + 1, 0);
-            }
+        let mut rest = &self.segments[..];
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let last = rest.iter().position(|segment| {
+                tokens += segment.slot;
+                tokens >= target
+            });
+            let (part, behind) = rest.split_at(last.map_or(rest.len(), |last| last + 1));
+            parts.push((part, tokens));
+            rest = behind;
         }
-        cut(first..self.segments.len(), tokens);
         parts
     }
 }

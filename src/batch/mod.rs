@@ -48,52 +48,38 @@ const PARALLEL_TOKENS: usize = 1 << 16;
 /// The entries between are checked by [`sample`] as they are used: a batch of a thousand samples
 /// must not cost a walk over the offsets of ten million.
 fn sample_count(offsets: &[i64], tokens: usize) -> Result<usize> {
-    let (&[first, ..], &[.., last]) = (offsets, offsets) else {
+    let Some(samples) = offsets.len().checked_sub(1) else {
         return Err(Error::EmptyOffsets { name: "offsets" });
     };
-    if first < 0 {
-        return Err(Error::NegativeOffset {
-            entry: 0,
-            offset: first,
-        });
-    }
-    let entry = offsets.len() - 1;
-    if usize::try_from(last).is_ok_and(|last| last > tokens) {
-        return Err(Error::OffsetPastTokens {
-            entry,
-            offset: last,
-            tokens,
-        });
-    }
-    Ok(entry)
+    offset(offsets, 0, tokens)?;
+    offset(offsets, samples, tokens)?;
+    Ok(samples)
 }
 
 /// Where sample `i` of those that `offsets` delimits begins, and its length.
 fn sample(offsets: &[i64], i: usize, tokens: usize) -> Result<(usize, usize)> {
-    let (start, end) = (offsets[i], offsets[i + 1]);
-    let Ok(first) = usize::try_from(start) else {
-        return Err(Error::NegativeOffset {
-            entry: i,
-            offset: start,
-        });
-    };
-    if end < start {
-        return Err(Error::FallingOffsets {
+    let (start, end) = (offset(offsets, i, tokens)?, offset(offsets, i + 1, tokens)?);
+    match end.checked_sub(start) {
+        Some(length) => Ok((start, length)),
+        None => Err(Error::FallingOffsets {
             entry: i + 1,
-            offset: end,
-            before: start,
-        });
+            offset: offsets[i + 1],
+            before: offsets[i],
+        }),
     }
-    // Not negative, because `start` is not.
-    let past = end as usize;
-    if past > tokens {
-        return Err(Error::OffsetPastTokens {
-            entry: i + 1,
-            offset: end,
+}
+
+fn offset(offsets: &[i64], entry: usize, tokens: usize) -> Result<usize> {
+    let offset = offsets[entry];
+    match usize::try_from(offset) {
+        Ok(offset) if offset <= tokens => Ok(offset),
+        Ok(_) => Err(Error::OffsetPastTokens {
+            entry,
+            offset,
             tokens,
-        });
+        }),
+        Err(_) => Err(Error::NegativeOffset { entry, offset }),
     }
-    Ok((first, past - first))
 }
 
 /// An option that counts from `least` (0 or 1) on.

@@ -52,25 +52,25 @@ fn offsets() {
             r.offsets[2] = 2;
         },
     );
-    refused(
-        "offsets[1] is -5, less than the 0 before it: offsets may not fall",
-        |r| {
-            r.offsets[1] = -5;
-        },
-    );
-    refused(
-        "offsets[3] is -9, less than the 5 before it: offsets may not fall",
-        |r| {
-            r.offsets[3] = -9;
-        },
-    );
+    refused("offsets[1] is -5, but an offset is 0 or more", |r| {
+        r.offsets[1] = -5;
+    });
+    refused("offsets[3] is -9, but an offset is 0 or more", |r| {
+        r.offsets[3] = -9;
+    });
     refused("offsets[1] is -2, but an offset is 0 or more", |r| {
         (r.offsets[1], r.index[0]) = (-2, 1);
     });
 }
 
 #[test]
-fn the_last_offset_counts_even_if_unused() {
+fn both_ends_of_offsets_count_even_if_unused() {
+    refused("offsets[0] is -4, but an offset is 0 or more", |r| {
+        (r.offsets[0], r.index[0]) = (-4, 1);
+    });
+    refused("offsets[0] is 20, past the end of the 9 tokens", |r| {
+        r.offsets = vec![20]
+    });
     refused("offsets[4] is 12, past the end of the 9 tokens", |r| {
         r.offsets.push(12)
     });
