@@ -403,13 +403,9 @@ impl Builder {
     /// A sample in its slot, with `merged` tokens of the tail behind it.
     fn push_sample(&mut self, sample: Segment, merged: usize) {
         let slot = sample.slot + merged;
-        // A tail that was merged makes everything before it part of the segment, the rest of an
-        // aligned slot as well.
-        let length = if merged > 0 {
-            slot.min(self.max_sample_len)
-        } else {
-            sample.copied
-        };
+        // What is merged makes everything before it part of the segment, the rest of an aligned slot
+        // as well; it was cut so that this is not longer than a sample may be.
+        let length = if merged > 0 { slot } else { sample.copied };
         self.count(length, slot);
         self.segments.push(Segment { slot, ..sample });
     }

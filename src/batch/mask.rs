@@ -227,7 +227,8 @@ impl Runs {
                 (run[0], range)
             })
             .collect();
-        sorted.sort_by_key(|(id, run)| (*id, run.start));
+        // Stable: the runs of one id stay in the order of the row.
+        sorted.sort_by_key(|(id, _)| *id);
         let mut groups = Vec::with_capacity(sorted.len());
         for group in sorted.chunk_by(|a, b| a.0 == b.0) {
             let first = groups.len();
