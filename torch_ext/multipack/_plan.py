@@ -141,11 +141,11 @@ def load_plan(path: str | PathLike[str]) -> Plan:
         ValueError: If the file is not a saved plan, is damaged, or was written by a newer format.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in _TENSORS}
             text = archive["header"].tobytes()
             checksum = archive["checksum"].tobytes()
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a saved plan, or is cut short: {error}") from error
     if checksum != _checksum(text, arrays):
         raise ValueError(f"{path} is damaged: its checksum is not that of its contents; plan anew")

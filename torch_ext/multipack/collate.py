@@ -360,13 +360,14 @@ def _part(values: Any, key: str, sample: int, kinds: str) -> Any:
         except (TypeError, OverflowError):
             pass  # not all are ints of 64 bits: what they are is NumPy's to find out
     if isinstance(values, torch.Tensor):
-        if values.device.type != "cpu" or values.dtype == torch.bfloat16:
+        try:
+            values = values.numpy()
+        except (TypeError, RuntimeError):  # another device, a dtype unknown to NumPy, a gradient
             raise TypeError(
                 f"{key} of sample {sample} is a {values.dtype} tensor on {values.device}, but "
-                "samples are collated on the CPU, from dtypes that NumPy has; convert it, and move "
-                "the finished batch"
-            )
-        values = values.detach().numpy()
+                "samples are collated on the CPU, without gradients, from dtypes that NumPy has; "
+                "convert it, and move the finished batch"
+            ) from None
     try:
         part = np.asarray(values)
     except ValueError:  # nested lists of unequal lengths
