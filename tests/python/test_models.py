@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,11 +43,20 @@ ROUTES = [
 MODELS = ["llama", "qwen3"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @functools.cache
 def make_model(name: str, implementation: str) -> PreTrainedModel:
     """A small model in training mode; equal weights for both implementations."""
     torch.manual_seed(7)
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -79,13 +88,15 @@ def make_rows(*lengths: list[int], seed: int = 0) -> Rows:
 
 
 # Lengths 1 stand at the start, inside and at the end of a row, and side by side.
-ONE_ROW = make_rows([1, 9, 1, 1, 14, 2, 1])
-SEVERAL_ROWS = make_rows([7, 1, 3], [1, 12], [5, 5, 1], [13])
-PADDED = make_rows([7], [1], [12], [3])
+ROWS = {
+    "one row": make_rows([1, 9, 1, 1, 14, 2, 1]),
+    "several rows": make_rows([7, 1, 3], [1, 12], [5, 5, 1], [13]),
+    "a sample in each row": make_rows([7], [1], [12], [3]),
+}
 
 
-def collate(rows: Rows, attention: str, **keys: Any) -> Batch:
-    return multipack.Collator(attention=attention, **keys)(rows)
+def collate(rows_name: str, attention: str, **keys: Any) -> Batch:
+    return multipack.Collator(attention=attention, **keys)(ROWS[rows_name])
 
 
 def forward(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -113,115 +124,142 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float((value - reference).norm() / reference.norm())
 
 
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Takes the gradients away from the model."""
-    taken = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        taken[name] = parameter.grad
-        parameter.grad = None
-    return taken
+class Outcome(NamedTuple):
+    """What a model makes of some samples."""
+
+    logits: torch.Tensor
+    """(T, V): the samples in order, padding left out."""
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
 
 
-def check_equals_alone(model: PreTrainedModel, rows: Rows, batch: Batch, align: int = 1) -> None:
-    """Asserts that `model` does with a batch of `rows` what it does with each of the samples alone.
+def step(model: PreTrainedModel, batch: Batch, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and loss; gradients are added to what the model holds.
 
-    The loss is the model's own, which shifts the labels by itself; it is summed and divided by the
-    number of labels that can be predicted within their sample.
+    The loss is the model's own, which shifts the labels by itself, summed and divided by `count`.
     """
-    count = sum(label != -100 for row in rows for s in row for label in s["labels"][1:])
-    logits, loss = [], torch.zeros(())
-    for sample, _, _ in places(rows):
-        alone = {name: torch.tensor([ids]) for name, ids in sample.items()}
-        output = model(**alone, use_cache=False, num_items_in_batch=count)
-        output.loss.backward()
-        logits.append(output.logits[0].detach())
-        loss += output.loss.detach()
-    reference = gradients(model)
-
     output = model(**inputs(batch), num_items_in_batch=count)
     output.loss.backward()
-    packed = gradients(model)
+    return output.logits.detach(), output.loss.detach()
 
-    found = {
-        "logits": relative(
-            torch.cat([output.logits[r, place].detach() for _, r, place in places(rows, align)]),
-            torch.cat(logits),
-        ),
-        "loss": relative(output.loss.detach(), loss),
-        **{f"gradient of {name}": relative(packed[name], reference[name]) for name in packed},
+
+def take_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The gradients, which the model then no longer has."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return gradients
+
+
+def labels_in_loss(rows: Rows) -> int:
+    """Labels that can be predicted within their sample."""
+    return sum(label != -100 for row in rows for s in row for label in s["labels"][1:])
+
+
+@functools.cache
+def run_alone(model: PreTrainedModel, rows_name: str) -> Outcome:
+    """The reference: each sample a batch of its own, without padding and without a mask."""
+    rows = ROWS[rows_name]
+    logits, losses = [], []
+    for sample, _, _ in places(rows):
+        batch = {name: torch.tensor([values]) for name, values in sample.items()}
+        sample_logits, loss = step(model, batch, labels_in_loss(rows))
+        logits.append(sample_logits[0])
+        losses.append(loss)
+    return Outcome(torch.cat(logits), torch.stack(losses).sum(), take_gradients(model))
+
+
+def run_packed(model: PreTrainedModel, rows_name: str, batch: Batch, align: int = 1) -> Outcome:
+    """The same samples in one batch."""
+    rows = ROWS[rows_name]
+    logits, loss = step(model, batch, labels_in_loss(rows))
+    real = torch.cat([logits[r, place] for _, r, place in places(rows, align)])
+    return Outcome(real, loss, take_gradients(model))
+
+
+def check_equals_alone(
+    model: PreTrainedModel, rows_name: str, batch: Batch, align: int = 1
+) -> None:
+    """Asserts that `model` does with a batch of these rows what it does with each sample alone."""
+    packed = run_packed(model, rows_name, batch, align)
+    alone = run_alone(model, rows_name)
+    differences = {
+        "logits": relative(packed.logits, alone.logits),
+        "loss": relative(packed.loss, alone.loss),
+        **{
+            f"gradient of {name}": relative(gradient, alone.gradients[name])
+            for name, gradient in packed.gradients.items()
+        },
     }
-    wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
+    wrong = {what: value for what, value in differences.items() if not value <= TOLERANCE}
     assert not wrong, f"packed differs from alone, more than {TOLERANCE}: {wrong}"
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("implementation", "attention"), ROUTES)
 @pytest.mark.parametrize(
-    ("rows", "keys"),
+    ("rows_name", "keys"),
     [
-        pytest.param(ONE_ROW, {}, id="one-row"),
-        pytest.param(SEVERAL_ROWS, {}, id="several-rows"),
-        pytest.param(PADDED, {"sample_packing": False}, id="padded"),
-        pytest.param(SEVERAL_ROWS, {"align_samples_to": 4}, id="aligned"),
+        pytest.param("one row", {}, id="one-row"),
+        pytest.param("several rows", {}, id="several-rows"),
+        pytest.param("a sample in each row", {"sample_packing": False}, id="padded"),
+        pytest.param("several rows", {"align_samples_to": 4}, id="aligned"),
     ],
 )
 def test_packed_equals_alone(
-    name: str, implementation: str, attention: str, rows: Rows, keys: dict[str, Any]
+    name: str, implementation: str, attention: str, rows_name: str, keys: dict[str, Any]
 ) -> None:
-    batch = collate(rows, attention, **keys)
-    assert batch["input_ids"].shape[0] == len(rows)
-    check_equals_alone(
-        make_model(name, implementation), rows, batch, keys.get("align_samples_to", 1)
-    )
+    batch = collate(rows_name, attention, **keys)
+    assert batch["input_ids"].shape[0] == len(ROWS[rows_name])
+    align = keys.get("align_samples_to", 1)
+    check_equals_alone(make_model(name, implementation), rows_name, batch, align)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("implementation", "attention"), ROUTES)
 @pytest.mark.parametrize(
-    ("rows", "padded_tail"),
+    ("rows_name", "padded_tail"),
     [
-        pytest.param(ONE_ROW, "own", id="one-row-own"),
-        pytest.param(ONE_ROW, "last", id="one-row-last"),
-        pytest.param(ONE_ROW, "none", id="one-row-none"),
-        pytest.param(SEVERAL_ROWS, "own", id="several-rows-own"),
-        pytest.param(SEVERAL_ROWS, "last", id="several-rows-last"),
+        pytest.param("one row", "own", id="one-row-own"),
+        pytest.param("one row", "last", id="one-row-last"),
+        pytest.param("one row", "none", id="one-row-none"),
+        pytest.param("several rows", "own", id="several-rows-own"),
+        pytest.param("several rows", "last", id="several-rows-last"),
     ],
 )
 def test_padded_tail_changes_nothing(
-    name: str, implementation: str, attention: str, rows: Rows, padded_tail: str
+    name: str, implementation: str, attention: str, rows_name: str, padded_tail: str
 ) -> None:
-    """Rows of 48: every tail is longer than `sequence_len`, so that it takes several segments."""
+    """Some tails are longer than `sequence_len`, so that they take several segments."""
     model = make_model(name, implementation)
     keys = {"sequence_len": 14, "pad_to_multiple_of": 48, "padded_tail": padded_tail}
-    batch = collate(rows, attention, **keys)
-    assert batch["input_ids"].shape == (len(rows), 48)
-    check_equals_alone(model, rows, batch)
+    batch = collate(rows_name, attention, **keys)
+    assert batch["input_ids"].shape[1] == 48
+    check_equals_alone(model, rows_name, batch)
 
-    other_padding = collate(rows, attention, **keys, pad_token_id=5)
+    other_padding = collate(rows_name, attention, **keys, pad_token_id=5)
     assert not torch.equal(batch["input_ids"], other_padding["input_ids"])
-    logits, other = forward(model, batch), forward(model, other_padding)
-    for _, r, place in places(rows):
-        assert torch.equal(logits[r, place], other[r, place])
+    logits, other_logits = forward(model, batch), forward(model, other_padding)
+    for _, r, place in places(ROWS[rows_name]):
+        assert torch.equal(logits[r, place], other_logits[r, place])
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("implementation", "attention"), ROUTES)
 def test_a_sample_cannot_move_another(name: str, implementation: str, attention: str) -> None:
-    """Each sample is changed in turn; only its own logits may move, and they must."""
+    """Each sample is changed in turn; its own logits move, those of the others do not."""
     model = make_model(name, implementation)
-    rows = SEVERAL_ROWS
-    before = forward(model, collate(rows, attention))
-    for changed, changed_row, changed_place in places(rows):
-        other = {**changed, "input_ids": [1 + i % (VOCABULARY - 1) for i in changed["input_ids"]]}
-        after_rows = [[other if sample is changed else sample for sample in row] for row in rows]
-        after = forward(model, collate(after_rows, attention))
-        for sample, r, place in places(rows):
+    batch = collate("several rows", attention)
+    before = forward(model, batch)
+    for _, changed_row, changed in places(ROWS["several rows"]):
+        ids = batch["input_ids"].clone()
+        ids[changed_row, changed] = 1 + ids[changed_row, changed] % (VOCABULARY - 1)
+        after = forward(model, {**batch, "input_ids": ids})
+        for _, r, place in places(ROWS["several rows"]):
             moved = float((after[r, place] - before[r, place]).abs().max())
-            if sample is changed:
+            if (r, place) == (changed_row, changed):
                 assert moved > 1e-3
             else:
-                assert moved <= 1e-6, f"row {changed_row} {changed_place} moved row {r} {place}"
+                assert moved <= 1e-6, f"row {changed_row} {changed} moved row {r} {place}"
 
 
 # Leaks: each spoils a right batch as a user might, and the check has to notice.
@@ -278,7 +316,7 @@ def unchanged(batch: Batch) -> Batch:
         ),
     ],
 )
-@pytest.mark.parametrize("rows", [ONE_ROW, SEVERAL_ROWS], ids=["one-row", "several-rows"])
+@pytest.mark.parametrize("rows_name", ["one row", "several rows"])
 def test_the_check_notices_a_leak(
     name: str,
     implementation: str,
@@ -286,9 +324,9 @@ def test_the_check_notices_a_leak(
     keys: dict[str, Any],
     spoil: Callable[[Batch], Batch],
     symptom: str,
-    rows: Rows,
+    rows_name: str,
 ) -> None:
     model = make_model(name, implementation)
-    batch = spoil(collate(rows, attention, **keys))
+    batch = spoil(collate(rows_name, attention, **keys))
     with pytest.raises(AssertionError, match=f"packed differs from alone.*'{symptom}'"):
-        check_equals_alone(model, rows, batch)
+        check_equals_alone(model, rows_name, batch)
