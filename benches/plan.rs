@@ -6,7 +6,7 @@
 //! three rows in ten thousand.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit};
+use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit, tight};
 use multipack::{Config, Split, plan};
 
 #[path = "../tests/support/lengths.rs"]
@@ -21,9 +21,12 @@ const BOUNDS: Bounds = Bounds {
 /// A packing algorithm with its arguments filled in.
 type Pack = fn(&[u32], &[u32]) -> Rows;
 
-const ALGORITHMS: [(&str, Pack); 3] = [
+const ALGORITHMS: [(&str, Pack); 4] = [
     ("best_fit", |slots, order| {
         best_fit::pack(slots, order, BOUNDS, &mut stream(SEED))
+    }),
+    ("tight", |slots, order| {
+        tight::pack(slots, order, BOUNDS, &mut stream(SEED))
     }),
     ("first_fit", |slots, order| {
         first_fit::pack(slots, order, BOUNDS, &mut stream(SEED))

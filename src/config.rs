@@ -74,6 +74,8 @@ choices! {
     Algorithm {
         /// Longest first, into the fullest row that still has space: the densest.
         BestFitDecreasing = "best_fit_decreasing",
+        /// Exact fills by random search: denser where best fit is poor.
+        Tight = "tight",
         /// In seeded order, into the first row that still has space.
         FirstFit = "first_fit",
         /// In seeded order, into the last row, or a new one.

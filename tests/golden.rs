@@ -20,6 +20,7 @@ const SETTINGS: &[&str] = &[
     r#"{"sequence_len": 64, "seed": 1}"#,
     r#"{"sequence_len": 64, "micro_batch_size": 2, "world_size": 2, "gradient_accumulation_steps": 2}"#,
     r#"{"sequence_len": 64, "micro_batch_size": 2, "multipack_real_batches": true, "incomplete_batches": "fill"}"#,
+    r#"{"sequence_len": 64, "sample_packing_algorithm": "tight"}"#,
     r#"{"sequence_len": 64, "sample_packing_algorithm": "first_fit", "sample_packing_bin_size": 3}"#,
     r#"{"sequence_len": 64, "sample_packing_algorithm": "next_fit", "sample_packing_group_size": 16}"#,
     r#"{"sequence_len": 64, "sample_packing_sequentially": true, "align_samples_to": 8}"#,

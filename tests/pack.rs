@@ -6,7 +6,7 @@ mod lengths;
 mod naive;
 
 use lengths::{SEED, between, stream};
-use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit};
+use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit, tight};
 
 const NO_LIMIT: u32 = u32::MAX;
 
@@ -28,6 +28,10 @@ fn first_fit(slots: &[u32], bounds: Bounds) -> Rows {
 
 fn next_fit(slots: &[u32], bounds: Bounds) -> Rows {
     next_fit::pack(slots, &in_order(slots), bounds)
+}
+
+fn tight(slots: &[u32], bounds: Bounds) -> Rows {
+    tight::pack(slots, &in_order(slots), bounds, &mut stream(SEED))
 }
 
 /// The tokens of each row, sorted. Best fit may choose either of two rows that are equally full, so
@@ -192,6 +196,35 @@ fn a_limit_of_samples_holds_in_every_row() {
 }
 
 #[test]
+fn tight_never_makes_more_rows_than_best_fit() {
+    for (slots, capacity) in cases().into_iter().step_by(4) {
+        for limit in [NO_LIMIT, 1, 3] {
+            let bounds = bounds(capacity, limit);
+            let rows = tight(&slots, bounds);
+
+            assert_sound(&rows, &slots, bounds);
+            assert!(rows.len() <= best_fit(&slots, bounds).len());
+        }
+    }
+}
+
+#[test]
+fn tight_fills_rows_that_best_fit_does_not() {
+    let full = bounds(4096, NO_LIMIT);
+    let triplets = lengths::triplets(30_000, 4096, SEED);
+    let uniform = lengths::uniform(30_000, 4096, SEED);
+
+    assert!(best_fit(&triplets, full).len() > 11_000);
+    assert!(tight(&triplets, full).len() <= 10_100);
+    let bound = lower_bound(&uniform, full) as usize;
+    assert!(best_fit(&uniform, full).len() > bound + bound / 100);
+    assert!(tight(&uniform, full).len() <= bound + bound / 200);
+    // 5 + 3 + 2 and 4 + 4 + 2, where best fit makes 5 + 4, 4 + 3 + 2, 2.
+    assert_eq!(2, tight(&[5, 4, 4, 3, 2, 2], bounds(10, NO_LIMIT)).len());
+    assert_eq!(3, best_fit(&[5, 4, 4, 3, 2, 2], bounds(10, NO_LIMIT)).len());
+}
+
+#[test]
 fn no_algorithm_beats_the_optimum_and_the_bound_is_no_more_than_it() {
     let mut stream = stream(SEED);
     for _ in 0..500 {
@@ -206,6 +239,7 @@ fn no_algorithm_beats_the_optimum_and_the_bound_is_no_more_than_it() {
         );
         for rows in [
             best_fit(&slots, bounds),
+            tight(&slots, bounds),
             first_fit(&slots, bounds),
             next_fit(&slots, bounds),
         ] {

@@ -268,7 +268,7 @@ fn sequential_packing_keeps_the_order() {
 #[test]
 fn groups_are_packed_alone() {
     let settings = r#""sequence_len": 8, "sample_packing_group_size": 3"#;
-    for algorithm in ["best_fit_decreasing", "first_fit", "next_fit"] {
+    for algorithm in ["best_fit_decreasing", "tight", "first_fit", "next_fit"] {
         let plan = planned(
             &[4; 7],
             &format!(r#"{settings}, "sample_packing_algorithm": "{algorithm}""#),
@@ -303,7 +303,7 @@ fn aligned_samples_take_whole_slots() {
 fn samples_above_half_the_capacity_are_planned_in_no_time() {
     // First fit over every open row took minutes to hours on such data (C10); here the bench shows
     // the time.
-    for algorithm in ["best_fit_decreasing", "first_fit", "next_fit"] {
+    for algorithm in ["best_fit_decreasing", "tight", "first_fit", "next_fit"] {
         let plan = planned(
             &vec![6; 100_000],
             &format!(r#""sequence_len": 10, "sample_packing_algorithm": "{algorithm}""#),
@@ -655,6 +655,7 @@ fn random_settings(stream: &mut multipack::Stream) -> String {
         stream,
         &[
             "",
+            r#", "sample_packing_algorithm": "tight""#,
             r#", "sample_packing_algorithm": "first_fit""#,
             r#", "sample_packing_algorithm": "next_fit""#,
             r#", "sample_packing_sequentially": true"#,
@@ -736,7 +737,7 @@ fn every_retained_sample_is_planned_once_or_reported() {
 
 #[test]
 fn neighbouring_batches_are_not_alike() {
-    for algorithm in ["best_fit_decreasing", "first_fit", "next_fit"] {
+    for algorithm in ["best_fit_decreasing", "tight", "first_fit", "next_fit"] {
         let lengths: Vec<i64> = lengths::lognormal(20_000, 4096, SEED)
             .into_iter()
             .map(i64::from)

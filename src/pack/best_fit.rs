@@ -22,71 +22,19 @@
 //! A group remembers the group it came from and what was added, so a row's contents are a chain of
 //! such links. This fills rows exactly as the itemwise algorithm does (tests compare the two) in
 //! O(distinct lengths × groups touched), a few ten thousand steps for any number of samples. Then
-//! the samples of each length, in a seeded random order, are dealt to the rows in streams: O(n),
-//! with one read position per length. Who shares a row with whom is therefore as random as the
-//! lengths allow, and another in each epoch.
+//! the samples are dealt to the rows: O(n).
 
 use std::collections::BTreeMap;
 
+use super::patterns::{Part, Patterns};
 use super::{Bounds, Histogram, Rows};
 use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled.
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
-    let mut classes = Classes::sort(slots, order);
-    let groups = fit(&classes, bounds);
-    for class in 0..classes.len() {
-        stream.shuffle(classes.items_mut(class));
-    }
-    deal(&classes, &groups, stream)
-}
-
-/// Items sorted by size, largest first, equal ones together.
-struct Classes {
-    items: Vec<u32>,
-    /// The distinct sizes, falling.
-    sizes: Vec<u32>,
-    /// Where each class begins in `items`; one more entry than classes.
-    starts: Vec<u32>,
-}
-
-impl Classes {
-    /// A counting sort; items of equal size keep their order.
-    fn sort(slots: &[u32], order: &[u32]) -> Classes {
-        let size_of = |&item: &u32| slots[item as usize];
-        let histogram = Histogram::of(order.iter().map(size_of));
-        let class_of = histogram.lookup();
-        let mut starts = vec![0u32];
-        for &count in &histogram.counts {
-            starts.push(starts[starts.len() - 1] + count);
-        }
-        let mut next = starts.clone();
-        let mut items = vec![0u32; order.len()];
-        for item in order {
-            let at = &mut next[class_of(size_of(item))];
-            items[*at as usize] = *item;
-            *at += 1;
-        }
-        drop(class_of);
-        Classes {
-            items,
-            sizes: histogram.sizes,
-            starts,
-        }
-    }
-
-    fn len(&self) -> usize {
-        self.sizes.len()
-    }
-
-    fn count(&self, class: usize) -> u32 {
-        self.starts[class + 1] - self.starts[class]
-    }
-
-    fn items_mut(&mut self, class: usize) -> &mut [u32] {
-        &mut self.items[self.starts[class] as usize..self.starts[class + 1] as usize]
-    }
+    let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
+    fit(&histogram, bounds).deal(slots, order, &histogram, stream)
 }
 
 /// Rows with equal contents: those of `parent`, and then `times` items of `class`.
@@ -103,9 +51,8 @@ struct Group {
 /// The group of all empty rows, from which new rows come.
 const EMPTY: u32 = 0;
 
-/// Places the classes, largest first. The groups with `rows` above 0, [`EMPTY`] aside, are the
-/// result.
-fn fit(classes: &Classes, bounds: Bounds) -> Vec<Group> {
+/// The rows of best fit decreasing, as recipes.
+pub(super) fn fit(histogram: &Histogram, bounds: Bounds) -> Patterns {
     let mut groups = vec![Group {
         parent: EMPTY,
         class: 0,
@@ -115,9 +62,8 @@ fn fit(classes: &Classes, bounds: Bounds) -> Vec<Group> {
     }];
     // Remaining space → groups. A row that may take no more items is in no list.
     let mut open: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for class in 0..classes.len() {
-        let size = classes.sizes[class];
-        let mut left = classes.count(class);
+    for (class, (&size, &count)) in histogram.sizes.iter().zip(&histogram.counts).enumerate() {
+        let mut left = count;
         while left > 0 {
             let (space, from) = match open.range_mut(size..).next() {
                 Some((&space, list)) => (space, list.pop().unwrap_or(EMPTY)),
@@ -158,35 +104,21 @@ fn fit(classes: &Classes, bounds: Bounds) -> Vec<Group> {
             }
         }
     }
-    groups
-}
-
-/// Hands the items of each class out to the rows, which come in a random order.
-fn deal(classes: &Classes, groups: &[Group], stream: &mut Stream) -> Rows {
-    let mut group_of_row = Vec::new();
-    for (number, group) in groups.iter().enumerate().skip(1) {
-        group_of_row.extend(std::iter::repeat_n(number as u32, group.rows as usize));
-    }
-    stream.shuffle(&mut group_of_row);
-
-    let mut next = classes.starts.clone();
-    let mut rows = Rows {
-        items: Vec::with_capacity(classes.items.len()),
-        offsets: Vec::with_capacity(group_of_row.len() + 1),
+    let chain = |number: u32| {
+        let links =
+            std::iter::successors(Some(number), |&number| Some(groups[number as usize].parent));
+        links
+            .take_while(|&number| number != EMPTY)
+            .map(|number| Part {
+                class: groups[number as usize].class,
+                times: groups[number as usize].times,
+            })
     };
-    rows.offsets.push(0);
-    for &number in &group_of_row {
-        let mut number = number;
-        while number != EMPTY {
-            let group = &groups[number as usize];
-            let at = &mut next[group.class as usize];
-            let end = *at + group.times;
-            rows.items
-                .extend_from_slice(&classes.items[*at as usize..end as usize]);
-            *at = end;
-            number = group.parent;
+    let mut patterns = Patterns::default();
+    for (number, group) in groups.iter().enumerate().skip(1) {
+        if group.rows > 0 {
+            patterns.push(chain(number as u32), group.rows);
         }
-        rows.offsets.push(rows.items.len() as u32);
     }
-    rows
+    patterns
 }

@@ -62,20 +62,23 @@ impl Histogram {
         self.sizes.is_empty()
     }
 
-    /// From a size to its number in `sizes`.
-    pub(super) fn lookup(&self) -> impl Fn(u32) -> usize {
-        let largest = self.sizes.first().copied().unwrap_or(0) as usize;
+    /// From a size to the number of the largest class that is not above it: of the class itself
+    /// where there is one. The number of classes where all are above it.
+    pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 {
         let items: usize = self.counts.iter().map(|&count| count as usize).sum();
-        let table = (largest <= table_bound(items)).then(|| {
-            let mut table = vec![0u32; largest + 1];
+        let largest = self.sizes.first().copied().unwrap_or(0);
+        let table = (largest as usize <= table_bound(items)).then(|| {
+            let mut table = vec![self.len() as u32; largest as usize + 1];
+            let mut above = largest as usize + 1;
             for (class, &size) in self.sizes.iter().enumerate() {
-                table[size as usize] = class as u32;
+                table[size as usize..above].fill(class as u32);
+                above = size as usize;
             }
             table
         });
         move |size| match &table {
-            Some(table) => table[size as usize] as usize,
-            None => self.sizes.partition_point(|&other| other > size),
+            Some(table) => table[size.min(largest) as usize],
+            None => self.sizes.partition_point(|&other| other > size) as u32,
         }
     }
 

@@ -1,0 +1,110 @@
+//! Rows as recipes: so many items of this size and so many of that, for so many rows alike.
+//!
+//! The packers that work on a [`Histogram`] decide on recipes and never look at an item. What
+//! remains is to hand the items out, [`Patterns::deal`]: the items of each size, in a seeded random
+//! order, go to the rows in streams, with one read position per size. Who shares a row with whom is
+//! therefore as random as the sizes allow, and another in each epoch. O(items).
+
+use super::{Histogram, Rows};
+use crate::order::Stream;
+
+/// So many items of one size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Part {
+    /// The size, by its number in the histogram.
+    pub class: u32,
+    /// How many items.
+    pub times: u32,
+}
+
+/// Recipes, each with the number of rows that are made by it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Patterns {
+    parts: Vec<Part>,
+    /// Where each recipe ends in `parts`.
+    ends: Vec<u32>,
+    rows: Vec<u32>,
+}
+
+impl Patterns {
+    /// Adds a recipe for `rows` rows.
+    pub fn push(&mut self, parts: impl IntoIterator<Item = Part>, rows: u32) {
+        self.parts.extend(parts);
+        self.ends.push(self.parts.len() as u32);
+        self.rows.push(rows);
+    }
+
+    /// The recipes, each with its number of rows.
+    pub fn iter(&self) -> impl Iterator<Item = (&[Part], u32)> {
+        (0..self.rows.len()).map(|number| (self.parts(number), self.rows[number]))
+    }
+
+    /// Rows in all.
+    pub fn total(&self) -> u64 {
+        self.rows.iter().map(|&rows| u64::from(rows)).sum()
+    }
+
+    fn parts(&self, number: usize) -> &[Part] {
+        let start = match number {
+            0 => 0,
+            _ => self.ends[number - 1],
+        };
+        &self.parts[start as usize..self.ends[number] as usize]
+    }
+
+    /// Fills the recipes with the items of `order`, of which `histogram` is the count. Rows, and
+    /// the items of equal size, come in a random order.
+    pub fn deal(
+        &self,
+        slots: &[u32],
+        order: &[u32],
+        histogram: &Histogram,
+        stream: &mut Stream,
+    ) -> Rows {
+        let (mut items, starts) = sort_by_class(slots, order, histogram);
+        for class in starts.windows(2) {
+            stream.shuffle(&mut items[class[0] as usize..class[1] as usize]);
+        }
+        let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
+        for (number, &rows) in self.rows.iter().enumerate() {
+            recipe_of_row.extend(std::iter::repeat_n(number as u32, rows as usize));
+        }
+        stream.shuffle(&mut recipe_of_row);
+
+        let mut next = starts;
+        let mut rows = Rows {
+            items: Vec::with_capacity(items.len()),
+            offsets: Vec::with_capacity(recipe_of_row.len() + 1),
+        };
+        rows.offsets.push(0);
+        for &number in &recipe_of_row {
+            for part in self.parts(number as usize) {
+                let at = &mut next[part.class as usize];
+                let end = *at + part.times;
+                rows.items
+                    .extend_from_slice(&items[*at as usize..end as usize]);
+                *at = end;
+            }
+            rows.offsets.push(rows.items.len() as u32);
+        }
+        rows
+    }
+}
+
+/// The items, largest first and otherwise in their order, and where each class begins. A counting
+/// sort.
+fn sort_by_class(slots: &[u32], order: &[u32], histogram: &Histogram) -> (Vec<u32>, Vec<u32>) {
+    let class_of = histogram.lookup();
+    let mut starts = vec![0u32];
+    for &count in &histogram.counts {
+        starts.push(starts[starts.len() - 1] + count);
+    }
+    let mut next = starts.clone();
+    let mut items = vec![0u32; order.len()];
+    for &item in order {
+        let at = &mut next[class_of(slots[item as usize]) as usize];
+        items[*at as usize] = item;
+        *at += 1;
+    }
+    (items, starts)
+}
