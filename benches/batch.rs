@@ -1,8 +1,8 @@
 //! Building batches: tokens per second of `collate`, and bytes per second of `block_mask`.
 //!
-//! `cargo bench --bench batch`; with `-- --test` each case runs once. Lengths are lognormal, clipped
-//! at 4096 (see `tests/support/lengths.rs`). Every answer is compared to the one of the dull twin.
-//! Beside each stands what memory alone allows: a copy of finished outputs, or a plain fill.
+//! `cargo bench --bench batch`; with `-- --test` each case runs once. Lengths are lognormal,
+//! clipped at 4096 (see `tests/support/lengths.rs`). Every answer is compared to the one of the dull
+//! twin. Beside each stands what memory alone allows: a copy of finished outputs, or a plain fill.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use multipack::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype, MaskSlice};

@@ -1,17 +1,17 @@
 //! The one place that runs work on several threads.
 //!
 //! [`for_each`] hands a list of independent parts to a pool of threads and waits. The parts are cut
-//! by the caller and own disjoint pieces of the output, so that the answer cannot depend on how many
-//! threads there are or which of them comes first. With one thread, or one part, everything runs on
-//! the calling thread and no pool is ever built.
+//! by the caller and own disjoint pieces of the output, so that the answer cannot depend on how
+//! many threads there are or which of them comes first. With one thread, or one part, everything runs
+//! on the calling thread and no pool is ever built.
 //!
 //! # Why a pool of our own
 //!
 //! PyTorch's data loaders fork. A forked child inherits the memory of rayon's global pool but not
 //! its threads, so its first parallel call waits for ever. Here every pool is stored with the id of
-//! the process that built it: a child does not find one of its own, and builds it. The parent's pool
-//! is left alone in the child, never dropped, because dropping it would signal threads that do not
-//! exist there.
+//! the process that built it: a child does not find one of its own, and builds it. The parent's
+//! pool is left alone in the child, never dropped, because dropping it would signal threads that do
+//! not exist there.
 //!
 //! A fork can also happen in the very moment in which another thread stores a pool, so that the
 //! child inherits a half-written slot for ever. A lock would hang the child then. Hence the table

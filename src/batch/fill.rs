@@ -1,9 +1,9 @@
 //! Writing a batch: every output once, in the order of memory, at the speed of copying.
 //!
 //! A segment is a contiguous run in each output, so that it is written by whole-slice operations:
-//! copies (that widen int32), a count upwards, fills. There is no decision per token. Outputs of more
-//! than about 64k tokens are cut between segments into parts for several threads; a part owns its
-//! slices of every output, so nothing is shared and the answer is the same for any number.
+//! copies (that widen int32), a count upwards, fills. There is no decision per token. Outputs of
+//! more than about 64k tokens are cut between segments into parts for several threads; a part owns
+//! its slices of every output, so nothing is shared and the answer is the same for any number.
 //!
 //! On one core this takes 0.8 to 1.2 times as long as copying finished outputs over (see
 //! `benches/batch.rs`): the outputs are 28 bytes per token, and writing them is all that counts.
@@ -12,8 +12,8 @@ use super::layout::Segment;
 use super::{IGNORED_LABEL, Layout, PARALLEL_TOKENS};
 use crate::{Error, Result, parallel};
 
-/// The outputs of [`Layout::fill`], each of R·L entries in row order. What they held before does not
-/// matter: every entry is written.
+/// The outputs of [`Layout::fill`], each of R·L entries in row order. What they held before does
+/// not matter: every entry is written.
 #[derive(Debug)]
 pub struct BatchSlices<'a> {
     /// Token ids; the pad id on padding.

@@ -20,14 +20,14 @@
 //! ```
 //!
 //! The tail is cut so that no attention kernel sees a segment longer than `max_sample_len` and no
-//! position is larger than the model was built for. With alignment the cuts are multiples of it too,
-//! as far as that allows.
+//! position is larger than the model was built for. With alignment the cuts are multiples of it
+//! too, as far as that allows.
 //!
 //! The result is a list of segments that covers the flattened rows from end to end, without gaps.
 //! That is all that the writers in `fill.rs` need: they never look at a row again.
 //!
-//! Time and memory are in proportion to the samples and rows of the microbatch; no token is touched,
-//! and of the offsets only those of the samples asked for.
+//! Time and memory are in proportion to the samples and rows of the microbatch; no token is
+//! touched, and of the offsets only those of the samples asked for.
 
 use super::{MOST_TOKENS, PaddedTail, at_least, limit, sample, sample_count};
 use crate::{Error, Result};
@@ -230,8 +230,8 @@ impl Layout {
 
     /// Where the slots of the segments begin in the flattened rows: (S + 1,).
     ///
-    /// Equal to [`cu_seqlens`](Layout::cu_seqlens) without alignment. For lengths 5, 7 and 3 aligned
-    /// to 4: 0 8 16 20.
+    /// Equal to [`cu_seqlens`](Layout::cu_seqlens) without alignment. For lengths 5, 7 and 3
+    /// aligned to 4: 0 8 16 20.
     pub fn cu_seqlens_padded(&self) -> &[i32] {
         &self.cu_seqlens_padded
     }
@@ -403,8 +403,8 @@ impl Builder {
     /// A sample in its slot, with `merged` tokens of the tail behind it.
     fn push_sample(&mut self, sample: Segment, merged: usize) {
         let slot = sample.slot + merged;
-        // What is merged makes everything before it part of the segment, the rest of an aligned slot
-        // as well; it was cut so that this is not longer than a sample may be.
+        // What is merged makes everything before it part of the segment, the rest of an aligned
+        // slot as well; it was cut so that this is not longer than a sample may be.
         let length = if merged > 0 { slot } else { sample.copied };
         self.count(length, slot);
         self.segments.push(Segment { slot, ..sample });

@@ -1,14 +1,14 @@
 //! Dense attention masks from segment ids, for attention that cannot read `cu_seqlens`.
 //!
-//! A token may attend to the tokens of its own row with its own segment id. Padding carries id 0, so
-//! that it attends to padding and real tokens never do. Every query may attend at least to itself,
-//! and so no row of a mask is empty: some attention kernels answer NaN to an empty row.
+//! A token may attend to the tokens of its own row with its own segment id. Padding carries id 0,
+//! so that it attends to padding and real tokens never do. Every query may attend at least to
+//! itself, and so no row of a mask is empty: some attention kernels answer NaN to an empty row.
 //!
 //! The keys of one query are runs of memory. Equal ids are usually one run, but padding inside
 //! aligned slots makes several with id 0, and ids from elsewhere may come in any order; so each row
 //! is first cut into runs, sorted by id. A mask row is then written from left to right as
-//! forbidden, allowed, forbidden, … each a `fill`. Each entry is written once; that is memory speed,
-//! and the L² entries are the whole cost. Rows are shared out between threads in blocks.
+//! forbidden, allowed, forbidden, … each a `fill`. Each entry is written once; that is memory
+//! speed, and the L² entries are the whole cost. Rows are shared out between threads in blocks.
 //!
 //! When to use it: never, if the model can take `cu_seqlens`. A mask of L = 4096 is 16 MiB as bool
 //! per row, and every layer reads it.

@@ -4,9 +4,9 @@
 //! `tokens[offsets[i]..offsets[i + 1]]`. A microbatch is a list of samples (`index`) cut into rows
 //! (`row_offsets`). [`Layout`] checks these once and decides where everything goes;
 //! [`Layout::fill`] then writes ids, labels, positions and segment ids in one pass over memory that
-//! the caller owns. [`block_mask`] turns segment ids into a dense attention mask, for attention that
-//! has nothing better; [`boundaries`] recovers `cu_seqlens` from positions; [`label_counts`] counts
-//! what the planner needs.
+//! the caller owns. [`block_mask`] turns segment ids into a dense attention mask, for attention
+//! that has nothing better; [`boundaries`] recovers `cu_seqlens` from positions; [`label_counts`]
+//! counts what the planner needs.
 //!
 //! For lengths 3 and 2 in a row of 8 tokens:
 //!

@@ -1,5 +1,5 @@
-//! The public functions of `multipack::batch`: exact answers on small inputs, whole error texts, and
-//! the dull twins on random ones.
+//! The public functions of `multipack::batch`: exact answers on small inputs, whole error texts,
+//! and the dull twins on random ones.
 
 #[path = "../support/batch.rs"]
 mod naive;

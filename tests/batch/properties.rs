@@ -1,6 +1,7 @@
 //! Random microbatches against the dull twins, for 1, 2 and 8 threads.
 //!
-//! Each case has a seed of its own, which a failure prints. `MULTIPACK_CASES` sets how many are run.
+//! Each case has a seed of its own, which a failure prints. `MULTIPACK_CASES` sets how many are
+//! run.
 
 use multipack::batch::{
     LayoutOptions, MaskDtype, MaskSlice, PaddedTail, block_mask, boundaries, label_counts, mask_len,

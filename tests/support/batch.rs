@@ -1,7 +1,7 @@
 //! The dull twin of `multipack::batch`: the same answers, token by token and pair by pair.
 //!
-//! Nothing here is shared with the crate but the types of its arguments. Rows are built by appending
-//! one cell after another and asking each time whether a new segment has to begin.
+//! Nothing here is shared with the crate but the types of its arguments. Rows are built by
+//! appending one cell after another and asking each time whether a new segment has to begin.
 
 use multipack::batch::{LayoutOptions, PaddedTail};
 
