@@ -1,10 +1,12 @@
-# Everything from a clean clone: `make demo` shows the package at work, `make test` proves it, `make lint` reads it.
+# Everything from a clean clone: `make demo` shows the package at work, `make test` proves it, `make
+# lint` reads it.
 #
-# All of it happens in .venv, with the versions that requirements.txt pins, and in Cargo's target folder. Needed
-# beforehand: Rust (1.88 or newer), Python (3.10 or newer), a C++ compiler. The first run fetches torch and compiles its
-# Rust bindings, some minutes; later runs redo only what changed.
+# All of it happens in .venv, with the versions that requirements.txt pins, and in Cargo's target
+# folder. Needed beforehand: Rust (1.88 or newer), Python (3.10 or newer), a C++ compiler. The first
+# run fetches torch and compiles its Rust bindings, some minutes; later runs redo only what changed.
 #
-# Builds with torch use the release profile throughout, so that wheel, tests and lints share one compiled torch-sys.
+# Builds with torch use the release profile throughout, so that wheel, tests and lints share one
+# compiled torch-sys.
 
 PYTHON := $(shell command -v python3.11 || command -v python3)
 BIN := $(CURDIR)/.venv/bin

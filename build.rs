@@ -1,10 +1,12 @@
 //! Compiles the C++ side of the ops: the bridge that cxx generates and the files under `cpp/`.
 //!
-//! Without the feature `torch` this does nothing, so the core builds on a machine without libtorch. With it, libtorch
-//! has been found by torch-sys already, whose build script runs before this one; asking it for the folder is simpler
-//! than looking a second time and cannot give a second answer. The rule, for reference: with `LIBTORCH_USE_PYTORCH` set
-//! it asks `python` if `VIRTUAL_ENV` is set and `python3` otherwise, else it follows `LIBTORCH`, `LIBTORCH_INCLUDE` and
-//! `LIBTORCH_LIB`, else it looks in `/usr`. `make` and `setup.py` choose the first way and check torch before Cargo runs.
+//! Without the feature `torch` this does nothing, so the core builds on a machine without libtorch.
+//! With it, libtorch has been found by torch-sys already, whose build script runs before this one;
+//! asking it for the folder is simpler than looking a second time and cannot give a second answer.
+//! The rule, for reference: with `LIBTORCH_USE_PYTORCH` set it asks `python` if `VIRTUAL_ENV` is
+//! set and `python3` otherwise, else it follows `LIBTORCH`, `LIBTORCH_INCLUDE` and `LIBTORCH_LIB`,
+//! else it looks in `/usr`. `make` and `setup.py` choose the first way and check torch before Cargo
+//! runs.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -55,8 +57,9 @@ mod torch {
         // These two and no more: a program that links only them can load the library as well.
         println!("cargo:rustc-link-lib=dylib=torch_cpu");
         println!("cargo:rustc-link-lib=dylib=c10");
-        // Installed, the library lies in site-packages/multipack/lib, beside site-packages/torch/lib. The absolute
-        // folder is for test and bench binaries and for uninstalled copies; setup.py cuts it from the wheel's copy.
+        // Installed, the library lies in site-packages/multipack/lib, beside
+        // site-packages/torch/lib. The absolute folder is for test and bench binaries and for
+        // uninstalled copies; setup.py cuts it from the wheel's copy.
         println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,$ORIGIN/../../torch/lib");
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
         Ok(())
@@ -82,8 +85,8 @@ mod torch {
             Ok(include)
         } else {
             Err(format!(
-                "no libtorch headers in {}: install torch 2.13.0 with pip and set LIBTORCH_USE_PYTORCH=1, or set \
-                 LIBTORCH to an unpacked libtorch 2.13.0",
+                "no libtorch headers in {}: install torch 2.13.0 with pip and set \
+                 LIBTORCH_USE_PYTORCH=1, or set LIBTORCH to an unpacked libtorch 2.13.0",
                 include.display()
             ))
         }

@@ -1,10 +1,12 @@
-"""Build the wheel: the Python package and the shared library that Cargo makes of the Rust crate and its C++ side.
+"""Build the wheel: the Python package, and the shared library that Cargo makes of the rest.
 
-Everything that is data stands in pyproject.toml; here is what is not: where the library goes, which libtorch it is built
-against, and what the wheel is called. The library does not link Python, so one wheel serves every CPython 3.
+Everything that is data stands in pyproject.toml; here is what is not: where the library goes, which
+libtorch it is built against, and what the wheel is called. The library does not link Python, so one
+wheel serves every CPython 3.
 
-It is built against the torch of the interpreter that runs this file. Hence no build isolation: in an isolated
-environment there is no torch, and pip would fetch another than the one that you will run with.
+It is built against the torch of the interpreter that runs this file. Hence no build isolation: in
+an isolated environment there is no torch, and pip would fetch another than the one that you will
+run with.
 """
 
 import json
@@ -19,7 +21,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools_rust import Binding, RustExtension
 from setuptools_rust.build import build_rust
 
-# The version that tch 0.26 is written for. Its build script refuses others, in more words than we do.
+# The version that tch 0.26 is written for. Its build script refuses others, in more words than we
+# do.
 TORCH = "2.13.0"
 # Where the library finds torch once it is installed: from site-packages/multipack/lib.
 INSTALLED_RPATH = b"$ORIGIN/../../torch/lib"
@@ -70,7 +73,7 @@ class BuildLibrary(build_rust):
 
 
 def forget_build_folder(library: Path) -> None:
-    """Cut the absolute folder that build.rs adds for tests from the places where the library looks for torch."""
+    """Cut the absolute folder, there for tests, from the places where the library seeks torch."""
     data = library.read_bytes()
     start = data.find(INSTALLED_RPATH + b":")
     if start >= 0:

@@ -1,9 +1,10 @@
 // block_mask on every device but the CPU, from torch's own operations.
 //
-// The rule is that of src/batch/mask.rs: a query may attend to the keys of its own row that carry its segment id, where
-// causal to none that is later, and with a window to none that is too far. It costs a few passes over R * L * L bytes on
-// the device, where a copy of a mask made on the CPU would have to cross the bus. No value is read back, so nothing
-// waits for the device, and the meta device works as well.
+// The rule is that of src/batch/mask.rs: a query may attend to the keys of its own row that carry
+// its segment id, where causal to none that is later, and with a window to none that is too far. It
+// costs a few passes over R * L * L bytes on the device, where a copy of a mask made on the CPU
+// would have to cross the bus. No value is read back, so nothing waits for the device, and the meta
+// device works as well.
 #include "multipack/cpp/library.h"
 
 #include <ATen/TensorOperators.h>
@@ -69,7 +70,8 @@ at::Tensor block_mask(
     return allowed;
   }
   const at::TensorOptions options = ids.options().dtype(kind);
-  return at::where(allowed, at::scalar_tensor(0, options), at::scalar_tensor(lowest(kind), options));
+  return at::where(
+      allowed, at::scalar_tensor(0, options), at::scalar_tensor(lowest(kind), options));
 }
 
 } // namespace

@@ -1,7 +1,8 @@
 // Errors on their way from Rust to torch's exception classes.
 //
-// cxx carries an error as text alone. The bridge puts one letter in front that says its kind, and this header turns it
-// into the class that C++ callers can catch by type and that torch maps to Python's.
+// cxx carries an error as text alone. The bridge puts one letter in front that says its kind, and
+// this header turns it into the class that C++ callers can catch by type and that torch maps to
+// Python's.
 #pragma once
 
 #include "rust/cxx.h"

@@ -1,11 +1,13 @@
-// The CPU kernels: each hands its arguments to the Rust function of the same name and unpacks what comes back.
+// The CPU kernels: each hands its arguments to the Rust function of the same name and unpacks what
+// comes back.
 //
-// All checks of arguments and all work are in Rust (src/torch), where tch users find them too. What is left here is
-// what only C++ can say: which dispatch key a kernel serves, how an optional tensor is spelled, what error class a
-// failure becomes. An absent optional tensor crosses as an undefined one.
+// All checks of arguments and all work are in Rust (src/torch), where tch users find them too. What
+// is left here is what only C++ can say: which dispatch key a kernel serves, how an optional tensor
+// is spelled, what error class a failure becomes. An absent optional tensor crosses as an undefined
+// one.
 //
-// Every op also has a kernel for all other devices, which refuses in one sentence. Without it torch answers with a page
-// about dispatch keys. block_mask computes there instead: see block_mask.cpp.
+// Every op also has a kernel for all other devices, which refuses in one sentence. Without it torch
+// answers with a page about dispatch keys. block_mask computes there instead: see block_mask.cpp.
 #include "multipack/cpp/check.h"
 #include "multipack/cpp/library.h"
 #include "multipack/src/torch/bridge.rs.h"
@@ -182,7 +184,8 @@ Batch collate_list(
   });
 }
 
-// The integer dtype of the same width. Values are only moved, so that any dtype will do, but tch does not know them all.
+// The integer dtype of the same width. Values are only moved, so that any dtype will do, but tch
+// does not know them all.
 at::ScalarType bits_of(const Tensor& values) {
   switch (values.element_size()) {
     case 1:
@@ -198,13 +201,15 @@ at::ScalarType bits_of(const Tensor& values) {
   }
 }
 
-// `pad` in the dtype of the values, which must be able to hold it: a float may round it, nothing may change it.
+// `pad` in the dtype of the values, which must be able to hold it: a float may round it, nothing
+// may change it.
 Tensor pad_of(const at::Scalar& pad, const Tensor& values) {
   const Tensor exact = at::scalar_tensor(pad, at::TensorOptions().dtype(pad.type()));
   const Tensor held = exact.to(values.scalar_type());
+  const Tensor back = held.to(exact.scalar_type());
   const bool fits = at::isIntegralType(values.scalar_type(), /*includeBool=*/true)
-      ? held.to(exact.scalar_type()).equal(exact)
-      : held.isfinite().equal(exact.isfinite());
+      ? back.equal(exact)
+      : back.isfinite().equal(exact.isfinite());
   TORCH_CHECK_VALUE(
       fits,
       "pad is ",

@@ -1,9 +1,11 @@
-// The schemas of every op: the names, types and defaults that Python, TorchScript and C++ programs see.
+// The schemas of every op: the names, types and defaults that Python, TorchScript and C++ programs
+// see.
 //
-// They live in C++ and not in Python because a C++ program and a saved TorchScript file need them without our package.
-// Results are flat tuples of tensors: a tensor crosses torch.compile and torch.export, a dict or an int does not. Sizes
-// are SymInt so that a compiled program can be traced with them unknown. What an op needs or gives beyond tensors and
-// numbers (the settings of a plan, its report) is JSON. Shapes and meanings are documented in torch_ext/multipack/ops.py.
+// They live in C++ and not in Python because a C++ program and a saved TorchScript file need them
+// without our package. Results are flat tuples of tensors: a tensor crosses torch.compile and
+// torch.export, a dict or an int does not. Sizes are SymInt so that a compiled program can be
+// traced with them unknown. What an op needs or gives beyond tensors and numbers (the settings of a
+// plan, its report) is JSON. Shapes and meanings are documented in torch_ext/multipack/ops.py.
 #include "multipack/cpp/library.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -30,12 +32,14 @@ const char* const collate_options =
 
 } // namespace
 
-// A fragment, because a second copy of the library may not claim the namespace again: see library.h.
+// A fragment, because a second copy of the library may not claim the namespace again: see
+// library.h.
 TORCH_LIBRARY_FRAGMENT(multipack, m) {
   if (!is_first_copy()) {
     return;
   }
-  // Torch names this module when a compiled program meets an op whose shape function was never imported.
+  // Torch names this module when a compiled program meets an op whose shape function was never
+  // imported.
   m.set_python_module("multipack._fake");
 
   m.def("resolve_config(str config) -> str");

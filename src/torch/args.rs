@@ -1,8 +1,10 @@
-//! Tensor arguments, checked at the door: device, dtype and shape, with the argument's name in the sentence.
+//! Tensor arguments, checked at the door: device, dtype and shape, with the argument's name in the
+//! sentence.
 //!
-//! Lengths, offsets, indices and positions are accepted in every integer dtype and read as int64; floats and bools are
-//! refused, because a float offset is a mistake somewhere and not a number to round. Token ids and labels are int32 or
-//! int64, as data sets store them, and are widened where they are written. What the numbers say is checked by the core.
+//! Lengths, offsets, indices and positions are accepted in every integer dtype and read as int64;
+//! floats and bools are refused, because a float offset is a mistake somewhere and not a number to
+//! round. Token ids and labels are int32 or int64, as data sets store them, and are widened where
+//! they are written. What the numbers say is checked by the core.
 
 use tch::{Device, Kind, TchError, Tensor};
 

@@ -1,8 +1,8 @@
 //! The functions that C++ calls: signatures, and a guard around each.
 //!
-//! cxx turns `Err` into a C++ exception that carries text alone, and aborts the process on a panic. So every function
-//! runs inside [`guarded`], which catches panics and writes the kind of an error as one letter in front of its text;
-//! `cpp/check.h` reads it.
+//! cxx turns `Err` into a C++ exception that carries text alone, and aborts the process on a panic.
+//! So every function runs inside [`guarded`], which catches panics and writes the kind of an error
+//! as one letter in front of its text; `cpp/check.h` reads it.
 
 use std::any::Any;
 use std::fmt;
@@ -16,8 +16,9 @@ use super::{Batch, CollateOptions};
 use crate::batch::{LayoutOptions, MaskDtype};
 use crate::{Config, Error, ErrorKind, Split};
 
-/// The version of the ops as C++ sees them. A C++ program calls this so that the linker keeps the library, which it
-/// would otherwise drop for want of any reference, and can compare it with what its header was written for.
+/// The version of the ops as C++ sees them. A C++ program calls this so that the linker keeps the
+/// library, which it would otherwise drop for want of any reference, and can compare it with what
+/// its header was written for.
 #[allow(unsafe_code)]
 #[unsafe(no_mangle)]
 pub extern "C" fn multipack_abi_version() -> i32 {

@@ -1,7 +1,8 @@
 //! `collate`, `collate_list` and `pack_values`: a microbatch of samples as tensors.
 //!
-//! The arithmetic and the writing are the core's ([`crate::batch`]). Here the arguments are checked, the outputs are
-//! allocated once the layout knows their size, and the core writes straight into them.
+//! The arithmetic and the writing are the core's ([`crate::batch`]). Here the arguments are
+//! checked, the outputs are allocated once the layout knows their size, and the core writes
+//! straight into them.
 
 use tch::{Kind, Tensor};
 
@@ -18,7 +19,8 @@ pub struct CollateOptions {
     pub layout: LayoutOptions,
     /// What stands in `input_ids` where there is no token.
     pub pad_token_id: i64,
-    /// Whether the first label of every sample becomes -100, so that no sample is predicted from the one before it.
+    /// Whether the first label of every sample becomes -100, so that no sample is predicted from
+    /// the one before it.
     pub mask_first_label: bool,
     /// The dtype of the attention mask, if there shall be one. It is causal if the layout is.
     pub attention_mask: Option<MaskDtype>,
@@ -63,8 +65,8 @@ pub struct Batch {
 /// Packs samples of flat `tokens` into rows.
 ///
 /// Sample `i` is `tokens[offsets[i]..offsets[i + 1]]`; row `r` holds the samples
-/// `index[row_offsets[r]..row_offsets[r + 1]]`. `labels` share the offsets; without them every token is its own label.
-/// [`Layout`] has the rules and a worked example.
+/// `index[row_offsets[r]..row_offsets[r + 1]]`. `labels` share the offsets; without them every
+/// token is its own label. [`Layout`] has the rules and a worked example.
 ///
 /// # Errors
 ///
@@ -111,8 +113,8 @@ pub fn collate(
 
 /// [`collate`] of samples that are a tensor each, all of them, in order.
 ///
-/// Copies the samples into one flat array first, so it is for callers that have nothing flat. Each tensor costs as much
-/// as a few hundred tokens.
+/// Copies the samples into one flat array first, so it is for callers that have nothing flat. Each
+/// tensor costs as much as a few hundred tokens.
 ///
 /// # Errors
 ///
@@ -126,6 +128,13 @@ pub fn collate_list(
     let (tokens, offsets) = flatten("input_ids", input_ids)?;
     let index: Vec<i64> = (0..input_ids.len() as i64).collect();
     let row_offsets = args::integers("row_offsets", row_offsets)?;
+    match row_offsets.as_slice::<i64>()? {
+        &[.., found] if found != index.len() as i64 => {
+            let samples = index.len();
+            return Err(Error::ListRows { found, samples });
+        }
+        _ => {} // the rest is checked with the flat form
+    }
     let labels = labels
         .map(|labels| labels_of(labels, &offsets))
         .transpose()?;
@@ -139,10 +148,11 @@ pub fn collate_list(
     )
 }
 
-/// Lays other per-token values of any dtype out as [`collate`] lays the tokens: (R, L), `pad` where there is no token.
+/// Lays other per-token values of any dtype out as [`collate`] lays the tokens: (R, L), `pad` where
+/// there is no token.
 ///
-/// `pad` is a single value of the same dtype. Of the options, those that only concern positions and `cu_seqlens` change
-/// nothing here.
+/// `pad` is a single value of the same dtype. Of the options, those that only concern positions and
+/// `cu_seqlens` change nothing here.
 ///
 /// # Errors
 ///

@@ -1,11 +1,15 @@
-//! Tensors as slices, and tensor handles across the bridge: every `unsafe` block that this crate wrote.
+//! Tensors as slices, and tensor handles across the bridge: every `unsafe` block that this crate
+//! wrote.
 //!
-//! A tch `Tensor` is an owned pointer to a C++ `at::Tensor`, which is itself a counted reference. So a tensor crosses
-//! the bridge without touching its data: coming in, the C++ reference is looked at through a handle that never frees
-//! it; going out, the handle gives its pointer away and forgets it.
+//! A tch `Tensor` is an owned pointer to a C++ `at::Tensor`, which is itself a counted reference.
+//! So a tensor crosses the bridge without touching its data: coming in, the C++ reference is looked
+//! at through a handle that never frees it; going out, the handle gives its pointer away and
+//! forgets it.
 //!
-//! Data is read and written as slices, because tensors are not `Sync` and the core knows no torch. Inputs are borrowed
-//! from a [`Dense`] tensor, outputs are written through a [`Fresh`] one that nobody else has seen yet.
+//! Data is read and written as slices, because tensors are not `Sync` and the core knows no torch.
+//! Inputs are borrowed
+//! from a [`Dense`] tensor, outputs are written through a [`Fresh`] one that nobody else has seen
+//! yet.
 
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -39,7 +43,8 @@ pub(super) struct Dense {
 }
 
 impl Dense {
-    /// `tensor` itself if it can be read as it is, else a copy. The caller has checked that it is on the CPU.
+    /// `tensor` itself if it can be read as it is, else a copy. The caller has checked that it is
+    /// on the CPU.
     pub fn new(tensor: &Tensor) -> Result<Self> {
         let element_size = tensor.f_kind()?.elt_size_in_bytes();
         if tensor.device() != Device::Cpu {
@@ -72,10 +77,11 @@ impl Dense {
         if len == 0 {
             return Ok(&[]); // torch may give a null pointer
         }
-        // SAFETY: `new` made the tensor contiguous, aligned to its elements (no `Plain` type asks for more than its
-        // size) and known to be on the CPU; the sizes agree and every bit pattern is a `T`. So `len` values of `T` start
-        // at the data pointer, and the handle in `self` keeps them alive. The strided, expanded and unaligned inputs of
-        // tests/python/test_ops.py would show the loss of this.
+        // SAFETY: `new` made the tensor contiguous, aligned to its elements (no `Plain` type asks
+        // for more than its size) and known to be on the CPU; the sizes agree and every bit pattern
+        // is a `T`. So `len` values of `T` start at the data pointer, and the handle in `self`
+        // keeps them alive. The strided, expanded and unaligned inputs of tests/python/test_ops.py
+        // would show the loss of this.
         #[allow(unsafe_code)]
         Ok(unsafe { slice::from_raw_parts(self.tensor.data_ptr().cast(), len) })
     }
@@ -108,10 +114,11 @@ impl<T: Plain> Fresh<T> {
         if len == 0 {
             return &mut [];
         }
-        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, torch aligns its memory to 64
-        // bytes, and no other handle exists before `into_tensor`. The memory comes from torch's allocator, of which the
-        // compiler knows nothing: it holds some bytes, and all bytes are values of `T`. The aliasing tests of
-        // tests/python/test_ops.py would show the loss of this.
+        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, torch
+        // aligns its memory to 64 bytes, and no other handle exists before `into_tensor`. The
+        // memory comes from torch's allocator, of which the compiler knows nothing: it holds some
+        // bytes, and all bytes are values of `T`. The aliasing tests of tests/python/test_ops.py
+        // would show the loss of this.
         #[allow(unsafe_code)]
         unsafe {
             slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), len)
@@ -141,8 +148,9 @@ impl<'a> Borrowed<'a> {
     /// Looks at `tensor`.
     pub fn new(tensor: &'a ffi::Tensor) -> Self {
         let pointer = std::ptr::from_ref(tensor).cast_mut();
-        // SAFETY: tch's handle is a pointer to an `at::Tensor`, which this is and stays for `'a`; tch reads through it
-        // only, and `ManuallyDrop` keeps it from freeing what C++ owns. A use-after-free in any op test would show it.
+        // SAFETY: tch's handle is a pointer to an `at::Tensor`, which this is and stays for `'a`;
+        // tch reads through it only, and `ManuallyDrop` keeps it from freeing what C++ owns. A
+        // use-after-free in any op test would show it.
         #[allow(unsafe_code)]
         let tensor = ManuallyDrop::new(unsafe { Tensor::from_ptr(pointer.cast()) });
         Borrowed {
@@ -163,8 +171,9 @@ impl Deref for Borrowed<'_> {
 /// Gives a tensor to C++.
 pub(super) fn give(tensor: Tensor) -> UniquePtr<ffi::Tensor> {
     let pointer = ManuallyDrop::new(tensor).as_mut_ptr();
-    // SAFETY: the handle's pointer came from `new at::Tensor`, is owned by it alone, and is not freed here because of
-    // `ManuallyDrop`, so that `std::unique_ptr` may delete it. The leak test in tests/python/test_ops.py watches both.
+    // SAFETY: the handle's pointer came from `new at::Tensor`, is owned by it alone, and is not
+    // freed here because of `ManuallyDrop`, so that `std::unique_ptr` may delete it. The leak test
+    // in tests/python/test_ops.py watches both.
     #[allow(unsafe_code)]
     unsafe {
         UniquePtr::from_raw(pointer.cast())

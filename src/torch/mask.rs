@@ -9,13 +9,13 @@ use crate::{Error, Result};
 
 /// The dense attention mask (R, 1, L, L) of `segment_ids`, (R, L) or (L,) integers.
 ///
-/// Query `i` may attend to key `j` of the same row if both have the same segment id, `j <= i` where `causal`, and they
-/// are near enough for `window`. See [`batch::block_mask`].
+/// Query `i` may attend to key `j` of the same row if both have the same segment id, `j <= i` where
+/// `causal`, and they are near enough for `window`. See [`batch::block_mask`].
 ///
 /// # Errors
 ///
-/// An argument of the wrong dtype, rank or device, a segment id that does not fit int32, a window below 1, and masks of
-/// more than 8 GiB.
+/// An argument of the wrong dtype, rank or device, a segment id that does not fit int32, a window
+/// below 1, and masks of more than 8 GiB.
 pub fn block_mask(
     segment_ids: &Tensor,
     causal: bool,
@@ -32,7 +32,8 @@ pub fn block_mask(
     allocate_and_fill(&ids, rows, row_len, causal, window, dtype)
 }
 
-/// The `cu_seqlens` (S + 1,) int32 of `position_ids`, (R, L) or (L,) integers that start anew in every segment.
+/// The `cu_seqlens` (S + 1,) int32 of `position_ids`, (R, L) or (L,) integers that start anew in
+/// every segment.
 ///
 /// See [`batch::boundaries`].
 ///

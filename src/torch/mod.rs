@@ -1,12 +1,14 @@
-//! The core on torch tensors, for Rust programs that use tch, and the bridge that registers the same functions as
-//! PyTorch ops.
+//! The core on torch tensors, for Rust programs that use tch, and the bridge that registers the
+//! same functions as PyTorch ops.
 //!
-//! Every function here takes CPU tensors, checks them, and returns new contiguous CPU tensors that share memory with
-//! none of the arguments. Arguments need not be contiguous. Token ids and labels are int32 or int64; lengths, offsets,
-//! indices and positions any integer dtype. Errors name the argument, what was found and what is allowed.
+//! Every function here takes CPU tensors, checks them, and returns new contiguous CPU tensors that
+//! share memory with none of the arguments. Arguments need not be contiguous. Token ids and labels
+//! are int32 or int64; lengths, offsets, indices and positions any integer dtype. Errors name the
+//! argument, what was found and what is allowed.
 //!
-//! The number of threads is torch's (`torch.get_num_threads()`, which is 1 in a data loader's worker), or the
-//! environment variable `MULTIPACK_NUM_THREADS` where that is less. It never changes a result.
+//! The number of threads is torch's (`torch.get_num_threads()`, which is 1 in a data loader's
+//! worker), or the environment variable `MULTIPACK_NUM_THREADS` where that is less. It never
+//! changes a result.
 //!
 //! # Examples
 //!

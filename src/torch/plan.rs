@@ -79,7 +79,8 @@ pub fn plan(
 ///
 /// # Errors
 ///
-/// Arguments of the wrong dtype, rank or device, a rank or a microbatch that does not exist, tensors that are no plan.
+/// Arguments of the wrong dtype, rank or device, a rank or a microbatch that does not exist,
+/// tensors that are no plan.
 pub fn microbatch(
     index: &Tensor,
     row_offsets: &Tensor,

@@ -1,8 +1,8 @@
 """Shape functions of the ops, for torch.compile and torch.export.
 
-They say what an op returns without running it: shapes, dtypes, strides. The sizes that depend on what the tensors hold
-are left open (`new_dynamic_size`); with a given `row_len` everything but `cu_seqlens` is known, and a compiled program
-may go from samples to loss in one graph.
+They say what an op returns without running it: shapes, dtypes, strides. The sizes that depend on
+what the tensors hold are left open (`new_dynamic_size`); with a given `row_len` everything but
+`cu_seqlens` is known, and a compiled program may go from samples to loss in one graph.
 
 The C++ side names this module as the place of the shape functions, so they may live nowhere else.
 """
@@ -123,7 +123,8 @@ def _batch(
 ) -> _FakeBatch:
     rows = row_offsets.shape[0] - 1
     size = (rows, _row_len(row_len))
-    # At least one segment: a batch of nothing is not worth an unknown that may be 1, which attention cannot guard on.
+    # At least one segment: a batch of nothing is not worth an unknown that may be 1, which
+    # attention cannot guard on.
     borders = _dynamic_size(2)
     if attention_mask == "none":
         mask = row_offsets.new_empty(0, dtype=torch.bool)
@@ -143,7 +144,8 @@ def _batch(
 
 
 def _row_len(row_len: Size) -> Size:
-    # A symbolic length is never the 0 that stands for "as long as the longest": torch specialises on 0.
+    # A symbolic length is never the 0 that stands for "as long as the longest": torch specialises
+    # on 0.
     return _dynamic_size() if isinstance(row_len, int) and row_len == 0 else row_len
 
 

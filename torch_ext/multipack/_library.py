@@ -1,12 +1,14 @@
 """Find and load the shared library that holds the ops.
 
-Importing this module registers the ops with torch. The library is ``lib/libmultipack.so`` next to this file, or the
-file that the environment variable ``MULTIPACK_LIBRARY`` names, for example a debug build. It works with one minor
-version of torch only, because it is compiled against torch's C++ classes; ``lib/libmultipack.json``, written when it was
-built, says which one. The versions are compared first: a library for another torch may fail with an undefined symbol,
-or, worse, load and misbehave.
+Importing this module registers the ops with torch. The library is ``lib/libmultipack.so`` next to
+this file, or the file that the environment variable ``MULTIPACK_LIBRARY`` names, for example a
+debug build. It works with one minor version of torch only, because it is compiled against torch's
+C++ classes; ``lib/libmultipack.json``, written when it was built, says which one. The versions are
+compared first: a library for another torch may fail with an undefined symbol, or, worse, load and
+misbehave.
 
-Loading the same file twice does nothing, and a second copy under another path finds the ops taken and leaves them alone.
+Loading the same file twice does nothing, and a second copy under another path finds the ops taken
+and leaves them alone.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ def load(path: Path) -> None:
     """Load the library at `path`.
 
     Args:
-        path (Path): The shared library; a file of the same name ending in ``.json`` may stand beside it.
+        path (Path): The shared library; a file of the same name ending in ``.json`` may stand
+            beside it.
 
     Raises:
-        ImportError: If there is no such file, if it was built for another torch, or if it cannot be loaded.
+        ImportError: If there is no such file, if it was built for another torch, or if it cannot be
+            loaded.
     """
     if not path.is_file():
         raise ImportError(
-            f"multipack's library is missing: there is no file {path}; install multipack with "
-            "'pip install --no-build-isolation .' in its folder, or set MULTIPACK_LIBRARY to the library"
+            f"multipack's library is missing: there is no file {path}; install multipack with 'pip "
+            "install --no-build-isolation .' in its folder, or set MULTIPACK_LIBRARY to the library"
         )
     record = path.with_suffix(".json")
     if record.is_file():

@@ -1,19 +1,20 @@
 """The ops as typed functions: what goes in, what comes out, what is refused.
 
-Each function here calls the op of the same name in ``torch.ops.multipack``, which TorchScript and C++ programs call
-directly. They work on flat data: sample ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``, row ``r`` of a batch holds the
-samples ``index[row_offsets[r]:row_offsets[r + 1]]``. `Collator` and `PackedDataset` are the comfortable way to the same
-tensors.
+Each function here calls the op of the same name in ``torch.ops.multipack``, which TorchScript and
+C++ programs call directly. They work on flat data: sample ``i`` is
+``tokens[offsets[i]:offsets[i + 1]]``, and row ``r`` of a batch holds the samples
+``index[row_offsets[r]:row_offsets[r + 1]]``. `Collator` and `PackedDataset` are the comfortable way
+to the same tensors.
 
-Arguments are CPU tensors, contiguous or not; only `block_mask` works on any device. Lengths, offsets and indices may
-have any integer dtype, token ids and labels are int32 or int64. Results are new tensors that share no memory with the
-arguments. The number of threads is torch's, or the environment variable ``MULTIPACK_NUM_THREADS`` where that is less;
-it changes no result.
+Arguments are CPU tensors, contiguous or not; only `block_mask` works on any device. Lengths,
+offsets and indices may have any integer dtype, token ids and labels are int32 or int64. Results are
+new tensors that share no memory with the arguments. The number of threads is torch's, or the
+environment variable ``MULTIPACK_NUM_THREADS`` where that is less; it changes no result.
 
-Every function raises TypeError for a wrong dtype, ValueError for a wrong shape, device or value, IndexError for an index
-out of range, each with a sentence that names the argument, what was found and what is allowed. In TorchScript all of
-them arrive as ``torch.jit.Error``. Shapes below: N samples, T tokens in all, M samples of a batch, R rows of L tokens,
-S segments.
+Every function raises TypeError for a wrong dtype, ValueError for a wrong shape, device or value,
+IndexError for an index out of range, each with a sentence that names the argument, what was found
+and what is allowed. In TorchScript all of them arrive as ``torch.jit.Error``. Shapes below: N
+samples, T tokens in all, M samples of a batch, R rows of L tokens, S segments.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class PlanTensors(NamedTuple):
     index: Tensor
     #: (rows + 1,) int64: where each row begins in `index`.
     row_offsets: Tensor
-    #: (microbatches + 1,) int64: where each microbatch begins among the rows; by microstep, then by rank.
+    #: (microbatches + 1,) int64: where each microbatch begins among the rows; by microstep, then by
+    #: rank.
     batch_offsets: Tensor
     #: uint8: the report, as JSON.
     report: Tensor
@@ -113,18 +115,20 @@ def plan(
 
     Args:
         lengths (Tensor): (N,) integers: tokens of each sample.
-        label_counts (Tensor | None): (N,) integers: supervised tokens of each sample; None: every token is.
+        label_counts (Tensor | None): (N,) integers: supervised tokens of each sample; None: every
+            token is.
         label_starts (Tensor | None): (N,) bool: whether a sample's first label is supervised.
         config (str): Settings as JSON.
         epoch (int): 0 or more; another epoch has another order.
-        evaluation (bool): Plan the evaluation split, which is never balanced and never leaves a sample out.
+        evaluation (bool): Plan the evaluation split, which is never balanced and never leaves a
+            sample out.
 
     Returns:
         PlanTensors: The plan; the same on every rank for the same arguments.
 
     Raises:
-        ValueError: If a length or a count is impossible, if an over-long sample meets the policy ``raise``, or if
-            there are fewer microbatches than ranks.
+        ValueError: If a length or a count is impossible, if an over-long sample meets the policy
+            ``raise``, or if there are fewer microbatches than ranks.
         TypeError: If a tensor has a wrong dtype.
     """
     return PlanTensors(
@@ -166,7 +170,8 @@ def label_counts(
         labels (Tensor): (T,) int32 or int64, -100 where there is no supervision.
         offsets (Tensor): (N + 1,) integers: where each sample begins.
         max_sample_len (int): Count only so many labels of a sample; 0: all.
-        mask_first_label (bool): Whether `collate` will mask the first label of each sample, so that it does not count.
+        mask_first_label (bool): Whether `collate` will mask the first label of each sample, so that
+            it does not count.
 
     Returns:
         LabelCounts: The two arguments of `plan`.
@@ -208,32 +213,38 @@ def collate(
 
     Args:
         tokens (Tensor): (T,) int32 or int64: the token ids of all samples.
-        offsets (Tensor): (N + 1,) integers: where each sample begins; any start, not falling, the end at most T.
+        offsets (Tensor): (N + 1,) integers: where each sample begins; any start, not falling, the
+            end at most T.
         index (Tensor): (M,) integers: the samples of the batch, in order; one may come twice.
-        row_offsets (Tensor): (R + 1,) integers from 0 to M: where each row begins in `index`. No row is empty; an
-            empty sample is passed over.
-        labels (Tensor | None): (T,) int32 or int64, sharing the offsets; None: the tokens themselves.
-        row_len (int | SymInt): L; 0: as long as the longest row, rounded up to `pad_to_multiple_of`.
-        max_sample_len (int): Longer samples are cut there, and no padded tail is longer; 0: no limit.
+        row_offsets (Tensor): (R + 1,) integers from 0 to M: where each row begins in `index`. No
+            row is empty; an empty sample is passed over.
+        labels (Tensor | None): (T,) int32 or int64, sharing the offsets; None: the tokens
+            themselves.
+        row_len (int | SymInt): L; 0: as long as the longest row, rounded up to
+            `pad_to_multiple_of`.
+        max_sample_len (int): Longer samples are cut there, and no padded tail is longer; 0: no
+            limit.
         pad_to_multiple_of (int): What L is a multiple of where `row_len` is 0.
         align_samples_to (int): Round the slot of each sample up to a multiple of this.
         pad_token_id (int): What stands in `input_ids` on padding.
         position_start (int): The position of the first token of each sample.
-        mask_first_label (bool): Set the first label of each sample to -100, so that no token is predicted from the
-            sample before.
-        padded_tail (str): What `cu_seqlens` says of the padding at the end of a row: "own" segments, part of the
-            "last" sample's (causal attention only), or "none" (one row only).
-        attention_mask (str): "none", "bool" (True: may attend) or "additive" (0 and the dtype's minimum).
+        mask_first_label (bool): Set the first label of each sample to -100, so that no token is
+            predicted from the sample before.
+        padded_tail (str): What `cu_seqlens` says of the padding at the end of a row: "own"
+            segments, part of the "last" sample's (causal attention only), or "none" (one row only).
+        attention_mask (str): "none", "bool" (True: may attend) or "additive" (0 and the dtype's
+            minimum).
         causal (bool): Whether the mask, and the model, is causal.
         window (int | None): Keys that a query sees in the mask, itself among them; None: no limit.
-        mask_dtype (torch.dtype | None): Of an additive mask: float32 (the default), bfloat16 or float16.
+        mask_dtype (torch.dtype | None): Of an additive mask: float32 (the default), bfloat16 or
+            float16.
 
     Returns:
         Batch: The packed batch.
 
     Raises:
-        ValueError: If the offsets fall or end past the tokens, if a row is empty or longer than `row_len`, if the
-            batch has more than 2**31 - 1 tokens or the mask more than 8 GiB.
+        ValueError: If the offsets fall or end past the tokens, if a row is empty or longer than
+            `row_len`, if the batch has more than 2**31 - 1 tokens or the mask more than 8 GiB.
         IndexError: If an entry of `index` is no sample.
         TypeError: If a tensor has a wrong dtype.
     """
@@ -280,8 +291,8 @@ def collate_list(
 ) -> Batch:
     """Collate samples that are one tensor each: all of them, in order.
 
-    For TorchScript, C++ and data sets that have nothing flat. Under `torch.compile` it compiles anew for each length of
-    the list, and torch gives up after eight; compile `collate` instead.
+    For TorchScript, C++ and data sets that have nothing flat. Under `torch.compile` it compiles
+    anew for each length of the list, and torch gives up after eight; compile `collate` instead.
 
     Args:
         input_ids (Sequence[Tensor]): The samples, (length,) int32 or int64 each.
@@ -351,7 +362,8 @@ def pack_values(
         max_sample_len (int): As for `collate`.
         pad_to_multiple_of (int): As for `collate`.
         align_samples_to (int): As for `collate`.
-        pad (float): What stands where there is no token; the dtype of the values must be able to hold it.
+        pad (float): What stands where there is no token; the dtype of the values must be able to
+            hold it.
 
     Returns:
         Tensor: (R, L), of the dtype of the values.
@@ -383,23 +395,23 @@ def block_mask(
 ) -> Tensor:
     """Make the dense attention mask of a packed batch, on the device that the segment ids are on.
 
-    A query may attend to the keys of its own row that carry its segment id, where `causal` to none that is later. So
-    padding, with id 0, attends to padding, and every query has at least one key.
+    A query may attend to the keys of its own row that carry its segment id, where `causal` to none
+    that is later. So padding, with id 0, attends to padding, and every query has at least one key.
 
     Args:
         segment_ids (Tensor): (R, L) or (L,) integers.
         causal (bool): Whether later keys are hidden.
-        window (int | None): A query sees so many keys, itself among them; where not causal, all that are less than
-            so far away on either side. None: no limit.
-        dtype (torch.dtype | None): bool (True: may attend), or float32, bfloat16 or float16 for a mask to add: 0, and
-            the dtype's minimum.
+        window (int | None): A query sees so many keys, itself among them; where not causal, all
+            that are less than so far away on either side. None: no limit.
+        dtype (torch.dtype | None): bool (True: may attend), or float32, bfloat16 or float16 for a
+            mask to add: 0, and the dtype's minimum.
 
     Returns:
         Tensor: (R, 1, L, L).
 
     Raises:
-        ValueError: If there are more than two dimensions, if `window` is less than 1, or if the mask would take more
-            than 8 GiB on the CPU.
+        ValueError: If there are more than two dimensions, if `window` is less than 1, or if the
+            mask would take more than 8 GiB on the CPU.
         TypeError: If a dtype is none of those named.
     """
     mask: Tensor = _ops.block_mask.default(segment_ids, causal=causal, window=window, dtype=dtype)
@@ -409,8 +421,8 @@ def block_mask(
 def boundaries(position_ids: Tensor) -> Tensor:
     """Find the segments of a batch that was packed elsewhere by its positions.
 
-    A segment begins with each row, and wherever a position is not one more than the one before. For [[0, 1, 2],
-    [0, 0, 1]] the borders are [0, 3, 4, 6].
+    A segment begins with each row, and wherever a position is not one more than the one before. For
+    [[0, 1, 2], [0, 0, 1]] the borders are [0, 3, 4, 6].
 
     Args:
         position_ids (Tensor): (R, L) or (L,) integers, starting from any number.
