@@ -23,10 +23,10 @@ type Pack = fn(&[u32], &[u32]) -> Rows;
 
 const ALGORITHMS: [(&str, Pack); 4] = [
     ("best_fit", |slots, order| {
-        best_fit::pack(slots, order, BOUNDS, &mut stream(SEED))
+        best_fit::pack(slots, order, BOUNDS, &mut stream(SEED), 1)
     }),
     ("tight", |slots, order| {
-        tight::pack(slots, order, BOUNDS, &mut stream(SEED))
+        tight::pack(slots, order, BOUNDS, &mut stream(SEED), 1)
     }),
     ("first_fit", |slots, order| {
         first_fit::pack(slots, order, BOUNDS, &mut stream(SEED))
@@ -79,7 +79,7 @@ fn whole_plan(criterion: &mut Criterion) {
             .map(i64::from)
             .collect();
         group.throughput(Throughput::Elements(n as u64));
-        let make = || plan(&lengths, None, None, &config, 0, Split::Train).expect("a plan");
+        let make = || plan(&lengths, None, None, &config, 0, Split::Train, 1).expect("a plan");
         let report = make().report;
         assert_eq!(report.retained, n as u64);
         assert!(report.after.efficiency > Some(0.999));

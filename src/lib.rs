@@ -17,7 +17,7 @@
 //! use multipack::{Config, Split, plan};
 //!
 //! let config = Config::from_json(r#"{"sequence_len": 8}"#)?;
-//! let plan = plan(&[5, 3, 6, 2], None, None, &config, 0, Split::Train)?;
+//! let plan = plan(&[5, 3, 6, 2], None, None, &config, 0, Split::Train, 1)?;
 //!
 //! assert_eq!(plan.len(), 2); // 5 + 3 and 6 + 2 tokens
 //! assert_eq!(plan.report.after.efficiency, Some(1.0));
@@ -26,6 +26,7 @@
 
 pub mod batch;
 pub mod config;
+mod digest;
 pub mod error;
 mod order;
 pub mod pack;

@@ -31,6 +31,12 @@ impl Stream {
         Stream(Xoshiro256PlusPlus::seed_from_u64(xxh3_64(&key)))
     }
 
+    /// A family of streams, for work that is divided: number `i` of a family is the same whoever
+    /// draws from it and when.
+    pub fn family(&mut self) -> Family {
+        Family(self.0.next_u64())
+    }
+
     /// A number from 0 to `bound` − 1, each equally likely; `bound` is at least 1.
     ///
     /// Lemire's multiplication with rejection (2019): no division unless the draw falls into the
@@ -52,5 +58,19 @@ impl Stream {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u32 + 1) as usize);
         }
+    }
+}
+
+/// Streams by number; see [`Stream::family`].
+#[derive(Debug, Clone, Copy)]
+pub struct Family(u64);
+
+impl Family {
+    /// The stream of that number.
+    pub fn stream(self, number: u64) -> Stream {
+        let mut key = [0u8; 16];
+        key[..8].copy_from_slice(&self.0.to_le_bytes());
+        key[8..].copy_from_slice(&number.to_le_bytes());
+        Stream(Xoshiro256PlusPlus::seed_from_u64(xxh3_64(&key)))
     }
 }

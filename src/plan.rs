@@ -6,11 +6,12 @@
 //! the whole plan by itself and takes its share.
 
 use serde::Serialize;
-use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::{BatchLayout, Config, Incomplete, Split};
+use crate::digest::Digest;
 use crate::order::{Purpose, Stream};
 use crate::pack::{self, Bounds, Rows};
+use crate::parallel;
 use crate::samples::{Dropped, Inputs, Samples, Tally};
 use crate::schedule::{Round, Schedule};
 use crate::stats::Stats;
@@ -24,13 +25,13 @@ pub const PLAN_VERSION: u32 = 1;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Dataset indices, row after row.
-    pub index: Vec<i64>,
+    pub index: Vec<u32>,
     /// Where each row begins in `index`; one more entry than rows.
-    pub row_offsets: Vec<i64>,
+    pub row_offsets: Vec<u32>,
     /// Where each microbatch begins among the rows; one more entry than microbatches. Microbatches
     /// are ordered by microstep and then by rank: number k × world_size + rank is the k-th of that
     /// rank.
-    pub batch_offsets: Vec<i64>,
+    pub batch_offsets: Vec<u32>,
     /// What was planned, left out and measured.
     pub report: Report,
 }
@@ -105,7 +106,7 @@ impl Report {
 /// use multipack::{Config, Split, plan};
 ///
 /// let config = Config::from_json(r#"{"sequence_len": 8}"#)?;
-/// let plan = plan(&[6, 11, 2], None, None, &config, 0, Split::Train)?;
+/// let plan = plan(&[6, 11, 2], None, None, &config, 0, Split::Train, 1)?;
 /// assert_eq!(plan.len(), 1); // 6 + 2 fill one row exactly
 /// assert_eq!(plan.report.dropped.over_long.count, 1); // 11 tokens do not fit in 8
 /// # Ok::<(), multipack::Error>(())
@@ -126,7 +127,8 @@ impl Report {
 ///
 /// # Complexity
 ///
-/// O(n) and what the packing algorithm costs; about 24 bytes for each sample.
+/// O(n) and what the packing algorithm costs; about 20 bytes for each sample. `threads` is the most
+/// threads to use; the plan does not depend on it.
 pub fn plan(
     lengths: &[i64],
     label_counts: Option<&[i64]>,
@@ -134,6 +136,7 @@ pub fn plan(
     config: &Config,
     epoch: u64,
     split: Split,
+    threads: usize,
 ) -> Result<Plan> {
     let layout = config.layout(split);
     let capacity = config.capacity(split)?;
@@ -143,9 +146,9 @@ pub fn plan(
         label_counts,
         label_starts,
     };
-    let samples = Samples::retain(inputs, config)?;
+    let samples = Samples::retain(inputs, config, threads)?;
 
-    let (rows, bounds) = lay_rows(&samples, config, epoch, split)?;
+    let (rows, bounds) = lay_rows(&samples, config, epoch, split, threads)?;
     let round = Round {
         rows_per_microbatch: if layout == BatchLayout::RealRows {
             batch_size
@@ -162,7 +165,7 @@ pub fn plan(
     let all_rows = rows.len();
     let schedule = Schedule::complete(rows, &samples.slots, round)?;
     let warnings = warnings(&samples, &schedule, round, all_rows);
-    let after = Stats::of(&schedule, round, &samples, config, split, bounds);
+    let after = Stats::of(&schedule, round, &samples, config, split, bounds, threads);
     let Schedule {
         rows,
         repeated_items,
@@ -171,32 +174,32 @@ pub fn plan(
         unused_items,
     } = schedule;
     let microbatches = rows.len() / round.rows_per_microbatch;
-    let index: Vec<i64> = samples.to_dataset_index(&rows.items);
-    let row_offsets: Vec<i64> = rows.offsets.iter().map(|&o| i64::from(o)).collect();
-    let batch_offsets: Vec<i64> = (0..=microbatches)
-        .map(|batch| (batch * round.rows_per_microbatch) as i64)
+    let index = samples.to_dataset_index(rows.items);
+    let row_offsets = rows.offsets;
+    let batch_offsets: Vec<u32> = (0..=microbatches)
+        .map(|batch| (batch * round.rows_per_microbatch) as u32)
         .collect();
+    let settings = config.to_short_json();
+    let of_plan = || {
+        let digest = Digest::new().numbers(&[PLAN_VERSION]).text(&settings);
+        let digest = digest.numbers(&index).numbers(&row_offsets);
+        digest.numbers(&batch_offsets).finish()
+    };
+    let of_lengths = || Digest::new().numbers(lengths).finish();
+    let of_labels = || {
+        let digest = Digest::new().numbers(label_counts.unwrap_or_default());
+        digest.numbers(label_starts.unwrap_or_default()).finish()
+    };
+    let [digest, lengths_digest, labels_digest] =
+        at_once(threads, [&of_plan, &of_lengths, &of_labels]);
+    let has_labels = label_counts.is_some() || label_starts.is_some();
     let report = Report {
         version: PLAN_VERSION,
-        digest: digest(|hash| {
-            hash.update(&PLAN_VERSION.to_le_bytes());
-            hash.update(config.to_short_json().as_bytes());
-            update_with(hash, &index);
-            update_with(hash, &row_offsets);
-            update_with(hash, &batch_offsets);
-        }),
+        digest,
         inputs: InputDigests {
-            settings: digest(|hash| hash.update(config.to_short_json().as_bytes())),
-            lengths: digest(|hash| update_with(hash, lengths)),
-            labels: (label_counts.is_some() || label_starts.is_some()).then(|| {
-                digest(|hash| {
-                    update_with(hash, label_counts.unwrap_or_default());
-                    let starts = label_starts.unwrap_or_default();
-                    starts
-                        .iter()
-                        .for_each(|&start| hash.update(&[u8::from(start)]));
-                })
-            }),
+            settings: Digest::new().text(&settings).finish(),
+            lengths: lengths_digest,
+            labels: has_labels.then_some(labels_digest),
         },
         split,
         epoch,
@@ -236,7 +239,7 @@ impl Plan {
     }
 
     /// The samples of row `row`.
-    pub fn row(&self, row: usize) -> &[i64] {
+    pub fn row(&self, row: usize) -> &[u32] {
         &self.index[self.row_offsets[row] as usize..self.row_offsets[row + 1] as usize]
     }
 
@@ -348,6 +351,7 @@ fn lay_rows(
     config: &Config,
     epoch: u64,
     split: Split,
+    threads: usize,
 ) -> Result<(Rows, Bounds)> {
     // Evaluation is the same every time.
     let epoch = if split == Split::Eval { 0 } else { epoch };
@@ -364,7 +368,7 @@ fn lay_rows(
     };
     if packed {
         return Ok((
-            pack::pack(&samples.slots, bounds, config, &mut stream),
+            pack::pack(&samples.slots, bounds, config, &mut stream, threads),
             bounds,
         ));
     }
@@ -379,21 +383,10 @@ fn lay_rows(
     Ok((rows, bounds))
 }
 
-/// XXH3 (128 bits) in hexadecimal.
-fn digest(feed: impl FnOnce(&mut Xxh3)) -> String {
-    let mut hash = Xxh3::new();
-    feed(&mut hash);
-    format!("{:032x}", hash.digest128())
-}
-
-/// Hashes a count and then the numbers, as little-endian bytes whatever the machine.
-fn update_with(hash: &mut Xxh3, numbers: &[i64]) {
-    hash.update(&(numbers.len() as u64).to_le_bytes());
-    let mut bytes = [0u8; 4096];
-    for chunk in numbers.chunks(bytes.len() / 8) {
-        for (place, number) in bytes.chunks_exact_mut(8).zip(chunk) {
-            place.copy_from_slice(&number.to_le_bytes());
-        }
-        hash.update(&bytes[..8 * chunk.len()]);
-    }
+/// Makes three texts, each on a thread of its own where there are as many.
+fn at_once(threads: usize, make: [&(dyn Fn() -> String + Sync); 3]) -> [String; 3] {
+    let mut made = [const { String::new() }; 3];
+    let parts = make.into_iter().zip(&mut made).collect();
+    parallel::for_each(threads, parts, |(make, made)| *made = make());
+    made
 }

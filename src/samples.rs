@@ -6,10 +6,12 @@
 //! ones, the longest length; nothing is cut unless the settings say `truncate`. O(n) time; 8 bytes
 //! for each retained sample.
 
+use std::ops::Range;
+
 use serde::Serialize;
 
 use crate::config::{Config, ExcessLength};
-use crate::{Error, Result};
+use crate::{Error, Result, parallel};
 
 /// The per-sample inputs of a plan, as given.
 #[derive(Debug, Clone, Copy)]
@@ -40,6 +42,13 @@ impl Tally {
         self.first.get_or_insert(sample as u64);
         self.longest = self.longest.max(Some(length as u64));
     }
+
+    /// Adds samples that come later in the dataset.
+    fn merge(&mut self, later: &Tally) {
+        self.count += later.count;
+        self.first = self.first.or(later.first);
+        self.longest = self.longest.max(later.longest);
+    }
 }
 
 /// What was left out, by reason; a sample counts under the first that applies, in this order.
@@ -54,27 +63,121 @@ pub struct Dropped {
 }
 
 impl Dropped {
+    fn merge(&mut self, later: &Dropped) {
+        self.too_short.merge(&later.too_short);
+        self.over_long.merge(&later.over_long);
+        self.unlabelled.merge(&later.unlabelled);
+    }
+
     /// Samples left out in all.
     pub fn count(&self) -> u64 {
         self.too_short.count + self.over_long.count + self.unlabelled.count
     }
 }
 
-/// The retained samples of a dataset.
+/// The retained samples of a dataset, numbered in its order.
 #[derive(Debug, Clone)]
 pub struct Samples<'a> {
     inputs: Inputs<'a>,
-    /// Dataset indices, rising.
-    pub index: Vec<u32>,
     /// Tokens that each retained sample takes up in a row: its length, rounded up to
     /// `align_samples_to`.
     pub slots: Vec<u32>,
+    /// Their dataset indices, rising; none where all samples are retained.
+    index: Option<Vec<u32>>,
     /// What was left out.
     pub dropped: Dropped,
     /// What was cut to `sequence_len`.
     pub truncated: Tally,
     sequence_len: i64,
     mask_first_label: bool,
+}
+
+/// What becomes of one sample.
+enum Fate {
+    Kept,
+    Truncated,
+    TooShort,
+    OverLong,
+    Unlabelled,
+}
+
+/// The policies for short, over-long and unlabelled samples.
+struct Policy<'a> {
+    inputs: Inputs<'a>,
+    min_sample_len: i64,
+    sequence_len: i64,
+    excess: ExcessLength,
+    drop_unlabelled: bool,
+}
+
+impl Policy<'_> {
+    fn fate(&self, sample: usize) -> Result<Fate> {
+        let length = self.inputs.lengths[sample];
+        if length < self.min_sample_len {
+            return match length {
+                ..0 => Err(Error::NegativeLength { sample, length }),
+                _ => Ok(Fate::TooShort),
+            };
+        }
+        let mut fate = Fate::Kept;
+        if length > self.sequence_len {
+            fate = match self.excess {
+                ExcessLength::Drop => return Ok(Fate::OverLong),
+                ExcessLength::Truncate => Fate::Truncated,
+                ExcessLength::Raise => {
+                    return Err(Error::OverLong {
+                        sample,
+                        length,
+                        bound: self.sequence_len,
+                    });
+                }
+            };
+        }
+        if let Some(counts) = self.inputs.label_counts {
+            let (count, length) = (counts[sample], length.min(self.sequence_len));
+            if count < 0 || count > length {
+                return Err(Error::LabelCount {
+                    sample,
+                    count,
+                    length,
+                });
+            }
+            if count == 0 && self.drop_unlabelled {
+                return Ok(Fate::Unlabelled);
+            }
+        }
+        Ok(fate)
+    }
+
+    /// How many of these samples are retained; the others are tallied.
+    fn count(&self, samples: Range<usize>) -> Result<Share> {
+        let mut share = Share::default();
+        for sample in samples {
+            let tally = match self.fate(sample)? {
+                Fate::Kept => {
+                    share.kept += 1;
+                    continue;
+                }
+                Fate::Truncated => {
+                    share.kept += 1;
+                    &mut share.truncated
+                }
+                Fate::TooShort => &mut share.dropped.too_short,
+                Fate::OverLong => &mut share.dropped.over_long,
+                Fate::Unlabelled => &mut share.dropped.unlabelled,
+            };
+            tally.add(sample, self.inputs.lengths[sample]);
+        }
+        Ok(share)
+    }
+}
+
+/// What became of some samples.
+#[derive(Default)]
+struct Share {
+    kept: usize,
+    dropped: Dropped,
+    truncated: Tally,
 }
 
 impl<'a> Samples<'a> {
@@ -84,104 +187,121 @@ impl<'a> Samples<'a> {
     ///
     /// [`Error::NegativeLength`], [`Error::LabelCount`] and [`Error::OverLong`] name the first
     /// offending sample; [`Error::SampleCount`] an array with the wrong number of entries.
-    pub fn retain(inputs: Inputs<'a>, config: &Config) -> Result<Samples<'a>> {
+    pub fn retain(inputs: Inputs<'a>, config: &Config, threads: usize) -> Result<Samples<'a>> {
         let n = inputs.lengths.len();
         check_entries("label_counts", inputs.label_counts.map(<[i64]>::len), n)?;
         check_entries("label_starts", inputs.label_starts.map(<[bool]>::len), n)?;
         if n > u32::MAX as usize {
             return Err(Error::TooManySamples { found: n });
         }
-        let sequence_len = config.require_sequence_len()? as i64;
-        let align = config.align_samples_to;
+        let policy = Policy {
+            inputs,
+            min_sample_len: config.min_sample_len as i64,
+            sequence_len: config.require_sequence_len()? as i64,
+            excess: config.excess_length_strategy,
+            drop_unlabelled: config.drop_unlabelled,
+        };
+
+        // Twice over the input: to count, and to write where the counts say.
+        let chunk = n.div_ceil(4 * threads.max(1)).max(1);
+        let ranges = || {
+            (0..n)
+                .step_by(chunk)
+                .map(|start| start..n.min(start + chunk))
+        };
+        let mut shares: Vec<Result<Share>> = Vec::new();
+        shares.resize_with(ranges().len(), || Ok(Share::default()));
+        parallel::for_each(
+            threads,
+            ranges().zip(&mut shares).collect(),
+            |(range, share)| *share = policy.count(range),
+        );
         let mut samples = Samples {
             inputs,
-            index: Vec::with_capacity(n),
-            slots: Vec::with_capacity(n),
+            slots: Vec::new(),
+            index: None,
             dropped: Dropped::default(),
             truncated: Tally::default(),
-            sequence_len,
+            sequence_len: policy.sequence_len,
             mask_first_label: config.mask_first_label,
         };
-        for (sample, &length) in inputs.lengths.iter().enumerate() {
-            if length < 0 {
-                return Err(Error::NegativeLength { sample, length });
-            }
-            if length < config.min_sample_len as i64 {
-                samples.dropped.too_short.add(sample, length);
-                continue;
-            }
-            let mut kept = length;
-            if length > sequence_len {
-                match config.excess_length_strategy {
-                    ExcessLength::Drop => {
-                        samples.dropped.over_long.add(sample, length);
-                        continue;
-                    }
-                    ExcessLength::Truncate => {
-                        samples.truncated.add(sample, length);
-                        kept = sequence_len;
-                    }
-                    ExcessLength::Raise => {
-                        return Err(Error::OverLong {
-                            sample,
-                            length,
-                            bound: sequence_len,
-                        });
-                    }
-                }
-            }
-            if let Some(counts) = inputs.label_counts {
-                let count = counts[sample];
-                if count < 0 || count > kept {
-                    return Err(Error::LabelCount {
-                        sample,
-                        count,
-                        length: kept,
-                    });
-                }
-                if count == 0 && config.drop_unlabelled {
-                    samples.dropped.unlabelled.add(sample, length);
-                    continue;
-                }
-            }
-            samples.index.push(sample as u32);
-            samples
-                .slots
-                .push((kept as u64).next_multiple_of(align) as u32);
+        let mut kept = Vec::with_capacity(shares.len());
+        for share in shares {
+            let share = share?;
+            kept.push(share.kept);
+            samples.dropped.merge(&share.dropped);
+            samples.truncated.merge(&share.truncated);
         }
+        let all: usize = kept.iter().sum();
+        samples.slots = vec![0; all];
+        let mut index = vec![0u32; if all < n { all } else { 0 }];
+        let align = config.align_samples_to;
+        let (mut slots, mut indices) = (&mut samples.slots[..], &mut index[..]);
+        let mut parts = Vec::with_capacity(kept.len());
+        for (range, kept) in ranges().zip(kept) {
+            let (my_slots, rest) = slots.split_at_mut(kept);
+            slots = rest;
+            let (my_indices, rest) = indices.split_at_mut(kept.min(indices.len()));
+            indices = rest;
+            parts.push((range, my_slots, my_indices));
+        }
+        parallel::for_each(threads, parts, |(range, slots, indices)| {
+            let everything = range.len() == slots.len();
+            let is_kept = |&sample: &usize| {
+                everything || matches!(policy.fate(sample), Ok(Fate::Kept | Fate::Truncated))
+            };
+            for (number, sample) in range.filter(is_kept).enumerate() {
+                let length = inputs.lengths[sample].min(policy.sequence_len) as u64;
+                slots[number] = match align {
+                    1 => length as u32,
+                    _ => length.next_multiple_of(align) as u32,
+                };
+                if let Some(index) = indices.get_mut(number) {
+                    *index = sample as u32;
+                }
+            }
+        });
+        samples.index = (all < n).then_some(index);
         Ok(samples)
     }
 
     /// How many samples are retained.
     pub fn len(&self) -> usize {
-        self.index.len()
+        self.slots.len()
     }
 
     /// Whether none is.
     pub fn is_empty(&self) -> bool {
-        self.index.is_empty()
+        self.slots.is_empty()
     }
 
-    /// Dataset indices of retained samples given by number.
-    pub fn to_dataset_index(&self, items: &[u32]) -> Vec<i64> {
-        if self.len() == self.inputs.lengths.len() {
-            // Nothing was dropped, so the numbers are the indices.
-            return items.iter().map(|&item| i64::from(item)).collect();
+    /// Turns numbers of retained samples into dataset indices.
+    pub fn to_dataset_index(&self, mut items: Vec<u32>) -> Vec<u32> {
+        if let Some(index) = &self.index {
+            items
+                .iter_mut()
+                .for_each(|item| *item = index[*item as usize]);
         }
-        let index = |&item: &u32| i64::from(self.index[item as usize]);
-        items.iter().map(index).collect()
+        items
+    }
+
+    /// The dataset index of the retained sample number `item`.
+    fn sample(&self, item: usize) -> usize {
+        self.index
+            .as_ref()
+            .map_or(item, |index| index[item] as usize)
     }
 
     /// Tokens of the retained sample number `item`, after truncation.
     pub fn length(&self, item: usize) -> u64 {
-        self.inputs.lengths[self.index[item] as usize].min(self.sequence_len) as u64
+        self.inputs.lengths[self.sample(item)].min(self.sequence_len) as u64
     }
 
     /// Supervised tokens of the retained sample number `item` of `length` tokens, where it is not
     /// the first of its row.
     pub fn labels(&self, item: usize, length: u64) -> i64 {
         match self.inputs.label_counts {
-            Some(counts) => counts[self.index[item] as usize],
+            Some(counts) => counts[self.sample(item)],
             None => length as i64 - i64::from(self.mask_first_label),
         }
     }
@@ -194,7 +314,7 @@ impl<'a> Samples<'a> {
             return 0;
         }
         i64::from(match (self.inputs.label_starts, self.inputs.label_counts) {
-            (Some(starts), _) => starts[self.index[item] as usize],
+            (Some(starts), _) => starts[self.sample(item)],
             (None, None) => true,
             (None, Some(_)) => false,
         })

@@ -5,10 +5,13 @@
 //! made-up zero. Repeated rows take up space, but bring neither tokens nor labels. O(n), in the
 //! order of the plan, so that every machine adds up the same.
 
+use std::ops::Range;
+
 use serde::Serialize;
 
 use crate::config::{BalanceCost, BatchLayout, Config, Split};
 use crate::pack::{self, Bounds};
+use crate::parallel;
 use crate::samples::Samples;
 use crate::schedule::{Round, Schedule};
 
@@ -64,9 +67,25 @@ impl Stats {
         config: &Config,
         split: Split,
         bounds: Bounds,
+        threads: usize,
     ) -> Stats {
         let layout = config.layout(split);
-        let loads = loads(schedule, round, samples, config, layout, bounds);
+        let mut loads = vec![Load::default(); schedule.rows.len() / round.rows_per_microbatch];
+        let chunk = loads.len().div_ceil(4 * threads.max(1)).max(1);
+        let parts = loads.chunks_mut(chunk).enumerate().collect();
+        parallel::for_each(threads, parts, |(number, loads): (usize, &mut [Load])| {
+            let measure = Measure {
+                schedule,
+                round,
+                samples,
+                config,
+                layout,
+                bounds,
+            };
+            for (batch, load) in (number * chunk..).zip(loads) {
+                *load = measure.load(batch);
+            }
+        });
         let total = |part: fn(&Load) -> u64| loads.iter().map(part).sum::<u64>();
         let (rows, tokens, size) = (total(|l| l.rows), total(|l| l.tokens), total(|l| l.size));
         let space = if layout.is_packed() {
@@ -110,62 +129,72 @@ impl Stats {
     }
 }
 
-/// What each microbatch amounts to.
-fn loads(
-    schedule: &Schedule,
+/// What a load is measured by.
+struct Measure<'a> {
+    schedule: &'a Schedule,
     round: Round,
-    samples: &Samples,
-    config: &Config,
+    samples: &'a Samples<'a>,
+    config: &'a Config,
     layout: BatchLayout,
     bounds: Bounds,
-) -> Vec<Load> {
-    let rows = &schedule.rows;
-    let real = rows.items.len() - schedule.repeated_items;
-    // With neither alignment nor label counts, one gather of the slots says everything.
-    let aligned = config.align_samples_to > 1;
-    let load_of = |batch: usize| {
+}
+
+impl Measure<'_> {
+    /// What microbatch `batch` amounts to.
+    fn load(&self, batch: usize) -> Load {
+        let offsets = &self.schedule.rows.offsets;
+        let first_row = batch * self.round.rows_per_microbatch;
         let mut load = Load::default();
         let mut longest = 0;
-        let mut add_row = |at: std::ops::Range<usize>| {
-            let mut used = 0;
-            for place in at.clone() {
-                let item = rows.items[place] as usize;
-                let slot = u64::from(samples.slots[item]);
-                used += slot;
-                if place < real {
-                    let length = if aligned { samples.length(item) } else { slot };
-                    load.samples += 1;
-                    load.tokens += length;
-                    load.squares += length * length;
-                    load.labels += samples.labels(item, length);
-                    if place == at.start {
-                        load.labels -= samples.lead_loss(item);
-                    }
+        for row in first_row..first_row + self.round.rows_per_microbatch {
+            let items = offsets[row] as usize..offsets[row + 1] as usize;
+            if self.layout == BatchLayout::Padded {
+                for place in items {
+                    longest = longest.max(self.add_row(place..place + 1, &mut load));
                 }
-            }
-            load.rows += 1;
-            longest = longest.max(used);
-        };
-        let first_row = batch * round.rows_per_microbatch;
-        for row in first_row..first_row + round.rows_per_microbatch {
-            let items = rows.offsets[row] as usize..rows.offsets[row + 1] as usize;
-            if layout == BatchLayout::Padded {
-                items.for_each(|place| add_row(place..place + 1));
             } else {
-                add_row(items);
+                longest = longest.max(self.add_row(items, &mut load));
             }
         }
-        let row_len = if config.pad_to_sequence_len {
-            u64::from(bounds.capacity)
+        let row_len = if self.config.pad_to_sequence_len {
+            u64::from(self.bounds.capacity)
         } else {
-            longest.next_multiple_of(config.pad_to_multiple_of)
+            longest.next_multiple_of(self.config.pad_to_multiple_of)
         };
         load.size = load.rows * row_len;
         load
-    };
-    (0..rows.len() / round.rows_per_microbatch)
-        .map(load_of)
-        .collect()
+    }
+
+    /// Adds the row of these places to `load`, and returns how many tokens it takes up.
+    fn add_row(&self, places: Range<usize>, load: &mut Load) -> u64 {
+        let items = &self.schedule.rows.items;
+        let end = items.len() - self.schedule.repeated_items;
+        let real = places.start.min(end)..places.end.min(end);
+        let used_by = |items: &[u32]| -> u64 {
+            let slots = items.iter().map(|&item| self.samples.slots[item as usize]);
+            slots.map(u64::from).sum()
+        };
+        load.rows += 1;
+        load.samples += real.len() as u64;
+        // Without alignment a slot is a length: one gather of the slots says everything.
+        let aligned = self.config.align_samples_to > 1;
+        let mut used = 0;
+        for &item in &items[real.clone()] {
+            let slot = u64::from(self.samples.slots[item as usize]);
+            let length = match aligned {
+                true => self.samples.length(item as usize),
+                false => slot,
+            };
+            used += slot;
+            load.tokens += length;
+            load.squares += length * length;
+            load.labels += self.samples.labels(item as usize, length);
+        }
+        if let Some(&first) = items[real.clone()].first() {
+            load.labels -= self.samples.lead_loss(first as usize);
+        }
+        used + used_by(&items[real.end..places.end])
+    }
 }
 
 /// The heaviest rank over the mean of the ranks, averaged over the microsteps.

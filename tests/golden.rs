@@ -35,7 +35,7 @@ fn entry(settings: &str, n: usize, epoch: u64, split: Split) -> Value {
         .iter()
         .map(|&length| i64::from(length % cap + 1))
         .collect();
-    let plan = plan(&lengths, None, None, &config, epoch, split).expect("a plan");
+    let plan = plan(&lengths, None, None, &config, epoch, split, 1).expect("a plan");
     let mut entry = json!({
         "settings": settings, "samples": n, "epoch": epoch, "split": split, "digest": plan.report.digest,
     });

@@ -16,13 +16,13 @@ fn config(settings: &str) -> Config {
 
 #[track_caller]
 fn planned(lengths: &[i64], settings: &str) -> Plan {
-    plan(lengths, None, None, &config(settings), 0, Split::Train)
+    plan(lengths, None, None, &config(settings), 0, Split::Train, 1)
         .unwrap_or_else(|error| panic!("{settings}: {error}"))
 }
 
 #[track_caller]
 fn refused(lengths: &[i64], labels: Option<&[i64]>, settings: &str, kind: ErrorKind, text: &str) {
-    let error = plan(lengths, labels, None, &config(settings), 0, Split::Train)
+    let error = plan(lengths, labels, None, &config(settings), 0, Split::Train, 1)
         .expect_err("must be refused");
 
     assert_eq!(text, error.to_string());
@@ -30,8 +30,8 @@ fn refused(lengths: &[i64], labels: Option<&[i64]>, settings: &str, kind: ErrorK
 }
 
 /// The rows as sorted lists of samples, sorted.
-fn rows(plan: &Plan) -> Vec<Vec<i64>> {
-    let mut rows: Vec<Vec<i64>> = (0..plan.row_offsets.len() - 1)
+fn rows(plan: &Plan) -> Vec<Vec<u32>> {
+    let mut rows: Vec<Vec<u32>> = (0..plan.row_offsets.len() - 1)
         .map(|row| {
             let mut samples = plan.row(row).to_vec();
             samples.sort_unstable();
@@ -42,7 +42,7 @@ fn rows(plan: &Plan) -> Vec<Vec<i64>> {
     rows
 }
 
-fn none() -> Vec<Vec<i64>> {
+fn none() -> Vec<Vec<u32>> {
     Vec::new()
 }
 
@@ -184,6 +184,7 @@ fn plan_with_labels(lengths: &[i64], labels: &[i64], settings: &str) -> Plan {
         &config(settings),
         0,
         Split::Train,
+        1,
     )
     .expect("a plan")
 }
@@ -233,7 +234,7 @@ fn broken_inputs_are_refused_with_their_numbers() {
 #[test]
 fn exact_fits_and_the_last_sample_are_placed() {
     // An exclusive end that stopped one short lost the last sample of every epoch (C07).
-    let all: Vec<i64> = (0..7).collect();
+    let all: Vec<u32> = (0..7).collect();
 
     assert_eq!(vec![all], rows(&planned(&[2; 7], r#""sequence_len": 50"#)));
     assert_eq!(vec![vec![0]], rows(&planned(&[4], r#""sequence_len": 4"#)));
@@ -329,7 +330,7 @@ fn rows_that_fill_no_round_are_left_out_others_each_epoch() {
     let settings = config(r#""sequence_len": 5, "world_size": 4"#);
     let mut used = [false; 10];
     for epoch in 0..20 {
-        let plan = plan(&[5; 10], None, None, &settings, epoch, Split::Train).expect("a plan");
+        let plan = plan(&[5; 10], None, None, &settings, epoch, Split::Train, 1).expect("a plan");
 
         assert_eq!((2, 2), (plan.len(), plan.report.unused_rows));
         assert_eq!(8, plan.index.len());
@@ -348,7 +349,7 @@ fn repeats_fill_a_round_and_are_marked() {
 
     assert_eq!((2, 3), (plan.len(), plan.report.repeated_rows));
     assert_eq!(3, plan.report.repeated_samples);
-    let mut first: Vec<i64> = plan.index[..5].to_vec();
+    let mut first: Vec<u32> = plan.index[..5].to_vec();
     first.sort_unstable();
     assert_eq!(vec![0, 1, 2, 3, 4], first);
     assert_eq!(plan.index[..3], plan.index[5..]);
@@ -431,7 +432,7 @@ fn an_evaluation_smaller_than_a_row_is_one_batch_on_every_rank() {
         let settings = config(&format!(
             r#""sequence_len": 64, "world_size": {world_size}"#
         ));
-        let plan = plan(&[3, 3], None, None, &settings, 7, Split::Eval).expect("a plan");
+        let plan = plan(&[3, 3], None, None, &settings, 7, Split::Eval, 1).expect("a plan");
 
         assert_eq!(1, plan.len());
         assert_eq!(world_size - 1, plan.report.repeated_rows);
@@ -444,7 +445,7 @@ fn evaluation_has_its_own_batch_size_and_no_epochs() {
     let settings = config(
         r#""sequence_len": 8, "micro_batch_size": 4, "eval_batch_size": 2, "incomplete_batches": "drop""#,
     );
-    let at = |epoch| plan(&[8; 8], None, None, &settings, epoch, Split::Eval).expect("a plan");
+    let at = |epoch| plan(&[8; 8], None, None, &settings, epoch, Split::Eval, 1).expect("a plan");
 
     assert_eq!(4, at(0).len());
     assert_eq!(at(0).index, at(5).index);
@@ -516,7 +517,7 @@ fn statistics_of_steps_leave_out_the_incomplete_last_one() {
 fn the_first_sample_of_a_row_loses_its_first_label_when_it_is_not_masked() {
     let settings = config(r#""sequence_len": 5, "mask_first_label": false"#);
     let labels = |starts: Option<&[bool]>, counts: Option<&[i64]>| {
-        let plan = plan(&[3, 2], counts, starts, &settings, 0, Split::Train).expect("a plan");
+        let plan = plan(&[3, 2], counts, starts, &settings, 0, Split::Train, 1).expect("a plan");
         assert_eq!(1, plan.len());
         plan.report.after.mean_labels
     };
@@ -584,19 +585,18 @@ fn a_microbatch_is_found_by_rank_and_number() {
         &[5; 8],
         r#""sequence_len": 5, "world_size": 2, "micro_batch_size": 2, "multipack_real_batches": true"#,
     );
-    let at = |rank, k| {
-        microbatch(
-            &plan.index,
-            &plan.row_offsets,
-            &plan.batch_offsets,
-            2,
-            rank,
-            k,
-        )
+    let wide = |values: &[u32]| {
+        values
+            .iter()
+            .map(|&value| value.into())
+            .collect::<Vec<i64>>()
     };
+    let index = wide(&plan.index);
+    let (rows, batches) = (wide(&plan.row_offsets), wide(&plan.batch_offsets));
+    let at = |rank, k| microbatch(&index, &rows, &batches, 2, rank, k);
 
     let (samples, offsets) = at(1, 1).expect("the last microbatch");
-    assert_eq!(plan.index[6..], samples);
+    assert_eq!(index[6..], samples);
     assert_eq!(vec![0, 1, 2], offsets);
     for (rank, k, text) in [
         (2, 0, "rank is 2, but must be from 0 to 1"),
@@ -684,7 +684,7 @@ fn every_retained_sample_is_planned_once_or_reported() {
             Split::Train
         };
         let config = config(&settings);
-        let plan = match plan(&lengths, None, None, &config, 1, split) {
+        let plan = match plan(&lengths, None, None, &config, 1, split, 1) {
             Ok(plan) => plan,
             Err(Error::TooFewMicrobatches { .. } | Error::TooFewToSplit { .. }) => continue,
             Err(error) => panic!("case {case}, seed {SEED}: {settings}: {error}"),
@@ -704,7 +704,7 @@ fn every_retained_sample_is_planned_once_or_reported() {
             "a sample lost: {context}"
         );
         let capacity = report.capacity;
-        let slot = |&sample: &i64| {
+        let slot = |&sample: &u32| {
             let length = lengths[sample as usize] as u64;
             assert!(length > 0, "{context}");
             length
@@ -729,8 +729,10 @@ fn every_retained_sample_is_planned_once_or_reported() {
                 || report.after.rows + report.unused_rows >= report.after.lower_bound,
             "{context}"
         );
-        let again = multipack::plan(&lengths, None, None, &config, 1, split).expect("a plan");
-        assert_eq!(plan, again, "{context}");
+        for threads in [2, 8] {
+            let again = multipack::plan(&lengths, None, None, &config, 1, split, threads);
+            assert_eq!(Ok(&plan), again.as_ref(), "{threads} threads: {context}");
+        }
     }
     assert!(planned > cases / 2, "most cases must get as far as a plan");
 }

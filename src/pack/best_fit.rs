@@ -32,9 +32,15 @@ use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled.
-pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
+pub fn pack(
+    slots: &[u32],
+    order: &[u32],
+    bounds: Bounds,
+    stream: &mut Stream,
+    threads: usize,
+) -> Rows {
     let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
-    fit(&histogram, bounds).deal(slots, order, &histogram, stream)
+    fit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
 }
 
 /// Rows with equal contents: those of `parent`, and then `times` items of `class`.

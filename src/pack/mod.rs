@@ -100,7 +100,13 @@ pub struct Bounds {
 ///
 /// The rows come in a random order, except for sequential packing, where items and rows keep
 /// theirs.
-pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut Stream) -> Rows {
+pub(crate) fn pack(
+    slots: &[u32],
+    bounds: Bounds,
+    config: &Config,
+    stream: &mut Stream,
+    threads: usize,
+) -> Rows {
     let mut order: Vec<u32> = (0..slots.len() as u32).collect();
     if config.sample_packing_sequentially {
         return next_fit::pack(slots, &order, bounds);
@@ -115,9 +121,9 @@ pub(crate) fn pack(slots: &[u32], bounds: Bounds, config: &Config, stream: &mut 
     let mut rows = Rows::new();
     for chunk in order.chunks(group.min(order.len()).max(1)) {
         let packed = match algorithm {
-            Algorithm::BestFitDecreasing => best_fit::pack(slots, chunk, bounds, stream),
+            Algorithm::BestFitDecreasing => best_fit::pack(slots, chunk, bounds, stream, threads),
             Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),
-            Algorithm::Tight => tight::pack(slots, chunk, bounds, stream),
+            Algorithm::Tight => tight::pack(slots, chunk, bounds, stream, threads),
             Algorithm::NextFit => next_fit::pack(slots, chunk, bounds).shuffled(stream),
         };
         if rows.is_empty() {

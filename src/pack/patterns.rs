@@ -7,6 +7,7 @@
 
 use super::{Histogram, Rows};
 use crate::order::Stream;
+use crate::parallel;
 
 /// So many items of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,35 +61,89 @@ impl Patterns {
         order: &[u32],
         histogram: &Histogram,
         stream: &mut Stream,
+        threads: usize,
     ) -> Rows {
         let (mut items, starts) = sort_by_class(slots, order, histogram);
-        for class in starts.windows(2) {
-            stream.shuffle(&mut items[class[0] as usize..class[1] as usize]);
-        }
+        shuffle_classes(&mut items, &starts, stream, threads);
+
         let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
         for (number, &rows) in self.rows.iter().enumerate() {
             recipe_of_row.extend(std::iter::repeat_n(number as u32, rows as usize));
         }
         stream.shuffle(&mut recipe_of_row);
 
-        let mut next = starts;
+        let sizes: Vec<u32> = (0..self.rows.len())
+            .map(|number| self.parts(number).iter().map(|part| part.times).sum())
+            .collect();
         let mut rows = Rows {
-            items: Vec::with_capacity(items.len()),
+            items: vec![0; items.len()],
             offsets: Vec::with_capacity(recipe_of_row.len() + 1),
         };
         rows.offsets.push(0);
+        let mut end = 0;
         for &number in &recipe_of_row {
-            for part in self.parts(number as usize) {
-                let at = &mut next[part.class as usize];
-                let end = *at + part.times;
-                rows.items
-                    .extend_from_slice(&items[*at as usize..end as usize]);
-                *at = end;
-            }
-            rows.offsets.push(rows.items.len() as u32);
+            end += sizes[number as usize];
+            rows.offsets.push(end);
         }
+
+        // Each part of the rows needs to know where in each class the parts before it have got to.
+        let mut next = starts;
+        let mut parts = Vec::new();
+        let mut rest = &mut rows.items[..];
+        for recipes in recipe_of_row.chunks(chunk_len(recipe_of_row.len(), threads)) {
+            let taken: u32 = recipes.iter().map(|&number| sizes[number as usize]).sum();
+            let (mine, others) = rest.split_at_mut(taken as usize);
+            rest = others;
+            parts.push((recipes, mine, next.clone()));
+            if !rest.is_empty() {
+                for part in recipes
+                    .iter()
+                    .flat_map(|&number| self.parts(number as usize))
+                {
+                    next[part.class as usize] += part.times;
+                }
+            }
+        }
+        parallel::for_each(threads, parts, |(recipes, mut rest, mut next)| {
+            for part in recipes
+                .iter()
+                .flat_map(|&number| self.parts(number as usize))
+            {
+                let at = &mut next[part.class as usize];
+                let (mine, others) = rest.split_at_mut(part.times as usize);
+                mine.copy_from_slice(&items[*at as usize..][..part.times as usize]);
+                rest = others;
+                *at += part.times;
+            }
+        });
         rows
     }
+}
+
+/// Shuffles the items of each class. Every class has a stream of its own, so that it does not
+/// matter which thread shuffles it.
+fn shuffle_classes(items: &mut [u32], starts: &[u32], stream: &mut Stream, threads: usize) {
+    let family = stream.family();
+    let mut parts = Vec::new();
+    let mut rest = items;
+    for (class, bounds) in starts.windows(2).enumerate() {
+        let (mine, others) = rest.split_at_mut((bounds[1] - bounds[0]) as usize);
+        rest = others;
+        parts.push((class as u64, mine));
+    }
+    let chunk = chunk_len(parts.len(), threads);
+    let parts: Vec<&mut [(u64, &mut [u32])]> = parts.chunks_mut(chunk).collect();
+    parallel::for_each(threads, parts, |classes| {
+        for (class, items) in classes {
+            family.stream(*class).shuffle(items);
+        }
+    });
+}
+
+/// How much of `len` goes to one part of the work: a few parts for each thread, so that none waits
+/// long for the last.
+fn chunk_len(len: usize, threads: usize) -> usize {
+    len.div_ceil(4 * threads.max(1)).max(1)
 }
 
 /// The items, largest first and otherwise in their order, and where each class begins. A counting

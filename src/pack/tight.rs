@@ -64,9 +64,15 @@ const TRIES_PER_ITEM: u64 = 16;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled.
-pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
+pub fn pack(
+    slots: &[u32],
+    order: &[u32],
+    bounds: Bounds,
+    stream: &mut Stream,
+    threads: usize,
+) -> Rows {
     let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
-    fit(&histogram, bounds, stream).deal(slots, order, &histogram, stream)
+    fit(&histogram, bounds, stream).deal(slots, order, &histogram, stream, threads)
 }
 
 fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {

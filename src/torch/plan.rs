@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::args::{self, Ids};
-use super::handle::vector;
+use super::handle::{Fresh, vector};
 use super::threads;
 use crate::{Config, Error, Result, Split, batch};
 
@@ -66,13 +66,23 @@ pub fn plan(
         config,
         epoch,
         split,
+        threads()?,
     )?;
     Ok(PlanTensors {
-        index: vector(&plan.index, Kind::Int64)?,
-        row_offsets: vector(&plan.row_offsets, Kind::Int64)?,
-        batch_offsets: vector(&plan.batch_offsets, Kind::Int64)?,
+        index: widened(&plan.index)?,
+        row_offsets: widened(&plan.row_offsets)?,
+        batch_offsets: widened(&plan.batch_offsets)?,
         report: vector(plan.report.to_json().as_bytes(), Kind::Uint8)?,
     })
+}
+
+/// Indices and offsets in torch's usual dtype.
+fn widened(values: &[u32]) -> Result<Tensor> {
+    let mut fresh = Fresh::<i64>::new(&[values.len() as i64], Kind::Int64)?;
+    for (place, &value) in fresh.as_mut_slice().iter_mut().zip(values) {
+        *place = value.into();
+    }
+    Ok(fresh.into_tensor())
 }
 
 /// Microbatch `k` of a rank out of a plan's tensors: see [`crate::plan::microbatch`].
