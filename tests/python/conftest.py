@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-Samples = Callable[[Sequence[int]], list[dict[str, Any]]]
+Samples = Callable[[list[int]], list[dict[str, Any]]]
 
 
 @pytest.fixture
 def samples() -> Samples:
     """Make samples of given lengths: sample i has the tokens 100·i, 100·i + 1, … as its labels."""
 
-    def make(lengths: Sequence[int]) -> list[dict[str, Any]]:
+    def make(lengths: list[int]) -> list[dict[str, Any]]:
         return [
             {
                 "input_ids": list(range(100 * i, 100 * i + length)),

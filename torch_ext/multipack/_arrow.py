@@ -2,8 +2,8 @@
 
 A column of lists is, in each chunk, one flat buffer of values and the offsets of its lists. The
 buffers are viewed as NumPy arrays, whatever slices lie on them; the offsets of all chunks are
-joined into one array that counts through the chunks. What a shuffle or a selection leaves out is
-neither checked nor refused.
+joined into one array that counts through the chunks. What a selection leaves out may have any fault
+that does not move the samples after it.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class _Fault:
     """What follows "sample 17": a template for the numbers of that sample."""
     numbers: tuple[Int64s, ...] = ()
     """Each as long as `samples`."""
+    shifts: bool = False
+    """Whether the fault moves the samples after it, so that it counts though it be left out."""
 
     def describe(self, sample: int) -> str:
         at = np.searchsorted(self.samples, sample)
@@ -139,10 +141,11 @@ def _faults(lists: dict[str, _Lists]) -> Iterator[_Fault]:
                 differing,
                 f"has {{}} input_ids but {{}} {name}: give one for each token",
                 (tokens.lengths[differing], column.lengths[differing]),
+                shifts=name == "labels",
             )
     mask = lists.get("attention_mask")
     if mask is not None and len(mask.values) > 0:
-        flags = pyarrow.compute.not_equal(mask.values, pa.scalar(1, mask.values.type))
+        flags = pyarrow.compute.not_equal(mask.values, pa.scalar(1).cast(mask.values.type))
         if pyarrow.compute.any(flags).as_py():
             yield _Fault(
                 mask.rows_of(flags.fill_null(False)),
@@ -163,6 +166,13 @@ def _refuse(faults: list[_Fault], mapping: Int64s | None) -> None:
             first = (place, fault.describe(place if mapping is None else int(mapping[place])))
     if first is not None:
         raise ValueError(f"sample {first[0]} {first[1]}")
+    for fault in faults:
+        if fault.shifts:
+            row = int(fault.samples[0])
+            raise ValueError(
+                f"row {row} of the table, which the data set leaves out, {fault.describe(row)}, or "
+                "call flatten_indices to leave it out for good"
+            )
 
 
 def _check_type(name: str, found: Any) -> None:
