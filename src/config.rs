@@ -447,10 +447,16 @@ impl Config {
                 self.eval_batch_size.unwrap_or(self.micro_batch_size),
             ),
         ] {
-            if batch_size.saturating_mul(sequence_len) > MOST_TOKENS {
+            let slot = sequence_len.next_multiple_of(self.align_samples_to);
+            if batch_size.saturating_mul(slot) > MOST_TOKENS {
+                let aligned = match slot == sequence_len {
+                    true => String::new(),
+                    false => format!(", rounded up to {slot} by align_samples_to,"),
+                };
                 return conflict(format!(
-                    "{key} {batch_size} × sequence_len {sequence_len} is more than {MOST_TOKENS} tokens, \
-                     the most that the int32 cu_seqlens of one microbatch can count"
+                    "{key} {batch_size} × sequence_len {sequence_len}{aligned} is more than \
+                     {MOST_TOKENS} tokens, the most that the int32 cu_seqlens of one microbatch can \
+                     count"
                 ));
             }
         }

@@ -163,7 +163,7 @@ pub fn plan(
         },
     };
     let all_rows = rows.len();
-    let schedule = Schedule::complete(rows, &samples.slots, round)?;
+    let schedule = Schedule::complete(rows, round)?;
     let warnings = warnings(&samples, &schedule, round, all_rows);
     let after = Stats::of(&schedule, round, &samples, config, split, bounds, threads);
     let Schedule {
@@ -376,10 +376,12 @@ fn lay_rows(
     if split == Split::Train && !config.sample_packing_sequentially {
         stream.shuffle(&mut items);
     }
-    let mut rows = Rows::new();
-    for chunk in items.chunks(limit as usize) {
-        rows.push(chunk.iter().copied());
-    }
+    // Next fit with nothing but the limit: so many samples in every row but the last.
+    let any = Bounds {
+        capacity: u32::MAX,
+        ..bounds
+    };
+    let rows = pack::next_fit::pack(&samples.slots, &items, any);
     Ok((rows, bounds))
 }
 

@@ -6,6 +6,7 @@
 //! waiting.
 
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use crate::config::Incomplete;
 use crate::pack::Rows;
@@ -40,13 +41,13 @@ pub struct Round {
 }
 
 impl Schedule {
-    /// Completes the last round of `rows`, whose items have the sizes `slots`.
+    /// Completes the last round of `rows`.
     ///
     /// # Errors
     ///
     /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing,
     /// and [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
-    pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
+    pub fn complete(mut rows: Rows, round: Round) -> Result<Schedule> {
         let round_rows = round.rows_per_microbatch * round.world_size;
         let mut schedule = Schedule {
             rows: Rows::new(),
@@ -62,7 +63,7 @@ impl Schedule {
             Incomplete::Drop => {
                 let short = round
                     .items_per_row
-                    .is_some_and(|items| rows.row(rows.len() - 1).len() < items);
+                    .is_some_and(|items| rows.places(rows.len() - 1).len() < items);
                 let complete = rows.len() - usize::from(short);
                 let kept = complete - complete % round_rows;
                 if kept == 0 && round.world_size > 1 {
@@ -76,10 +77,11 @@ impl Schedule {
                 schedule.unused_items = rows.items.len() - items;
                 rows.offsets.truncate(kept + 1);
                 rows.items.truncate(items);
+                rows.slots.truncate(items);
             }
             Incomplete::Split => {
                 let wanted = rows.len().next_multiple_of(round_rows);
-                rows = split_fullest(rows, slots, wanted)?;
+                rows = split_fullest(rows, wanted)?;
             }
             Incomplete::Fill => {
                 let (items, full_rows) = (rows.items.len(), rows.len());
@@ -88,13 +90,16 @@ impl Schedule {
                     let missing = full_rows * per_row - items;
                     for at in 0..missing {
                         rows.items.push(rows.items[at % items]);
+                        rows.slots.push(rows.slots[at % items]);
                     }
                     rows.offsets[full_rows] = rows.items.len() as u32;
                 }
                 schedule.repeated_rows = full_rows.next_multiple_of(round_rows) - full_rows;
                 for at in 0..schedule.repeated_rows {
-                    let again = rows.row(at % full_rows).to_vec();
-                    rows.push(again);
+                    let again = rows.places(at % full_rows);
+                    rows.items.extend_from_within(again.clone());
+                    rows.slots.extend_from_within(again);
+                    rows.offsets.push(rows.items.len() as u32);
                 }
                 schedule.repeated_items = rows.items.len() - items;
             }
@@ -106,7 +111,7 @@ impl Schedule {
 
 /// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.
 /// O(n + rows log rows).
-fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
+fn split_fullest(rows: Rows, wanted: usize) -> Result<Rows> {
     if wanted == rows.len() {
         return Ok(rows);
     }
@@ -116,21 +121,16 @@ fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
             rows: wanted,
         });
     }
-    let tokens = |items: &[u32]| {
-        items
+    let tokens = |places: Range<usize>| {
+        rows.slots[places]
             .iter()
-            .map(|&i| u64::from(slots[i as usize]))
+            .map(|&s| u64::from(s))
             .sum::<u64>()
     };
-    let mut parts: Vec<std::ops::Range<usize>> = rows
-        .offsets
-        .windows(2)
-        .map(|pair| pair[0] as usize..pair[1] as usize)
-        .collect();
+    let mut parts: Vec<Range<usize>> = (0..rows.len()).map(|row| rows.places(row)).collect();
     // Fullest first; of equal ones the earliest row.
-    let entry = |number: usize, part: &std::ops::Range<usize>| {
-        (tokens(&rows.items[part.clone()]), std::cmp::Reverse(number))
-    };
+    let entry =
+        |number: usize, part: &Range<usize>| (tokens(part.clone()), std::cmp::Reverse(number));
     let mut fullest: BinaryHeap<_> = parts
         .iter()
         .enumerate()
@@ -145,12 +145,9 @@ fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
         };
         let part = parts[number].clone();
         // The border nearest to half of the tokens, with at least one item on each side.
-        let (mut middle, mut before) = (
-            part.start + 1,
-            tokens(&rows.items[part.start..part.start + 1]),
-        );
+        let (mut middle, mut before) = (part.start + 1, tokens(part.start..part.start + 1));
         while middle + 1 < part.end {
-            let next = before + tokens(&rows.items[middle..middle + 1]);
+            let next = before + tokens(middle..middle + 1);
             if next.abs_diff(total - next) >= before.abs_diff(total - before) {
                 break;
             }
@@ -166,7 +163,7 @@ fn split_fullest(rows: Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
     }
     let mut split = Rows::new();
     for part in parts {
-        split.push(rows.items[part].iter().copied());
+        split.push_from(&rows, part);
     }
     Ok(split)
 }

@@ -142,18 +142,18 @@ struct Measure<'a> {
 impl Measure<'_> {
     /// What microbatch `batch` amounts to.
     fn load(&self, batch: usize) -> Load {
-        let offsets = &self.schedule.rows.offsets;
+        let rows = &self.schedule.rows;
         let first_row = batch * self.round.rows_per_microbatch;
         let mut load = Load::default();
         let mut longest = 0;
         for row in first_row..first_row + self.round.rows_per_microbatch {
-            let items = offsets[row] as usize..offsets[row + 1] as usize;
+            let places = rows.places(row);
             if self.layout == BatchLayout::Padded {
-                for place in items {
+                for place in places {
                     longest = longest.max(self.add_row(place..place + 1, &mut load));
                 }
             } else {
-                longest = longest.max(self.add_row(items, &mut load));
+                longest = longest.max(self.add_row(places, &mut load));
             }
         }
         let row_len = if self.config.pad_to_sequence_len {
@@ -167,33 +167,26 @@ impl Measure<'_> {
 
     /// Adds the row of these places to `load`, and returns how many tokens it takes up.
     fn add_row(&self, places: Range<usize>, load: &mut Load) -> u64 {
-        let items = &self.schedule.rows.items;
-        let end = items.len() - self.schedule.repeated_items;
+        let rows = &self.schedule.rows;
+        let end = rows.items.len() - self.schedule.repeated_items;
         let real = places.start.min(end)..places.end.min(end);
-        let used_by = |items: &[u32]| -> u64 {
-            let slots = items.iter().map(|&item| self.samples.slots[item as usize]);
-            slots.map(u64::from).sum()
-        };
-        load.rows += 1;
-        load.samples += real.len() as u64;
-        // Without alignment a slot is a length: one gather of the slots says everything.
         let aligned = self.config.align_samples_to > 1;
-        let mut used = 0;
-        for &item in &items[real.clone()] {
-            let slot = u64::from(self.samples.slots[item as usize]);
+        for place in real.clone() {
+            let item = rows.items[place] as usize;
             let length = match aligned {
-                true => self.samples.length(item as usize),
-                false => slot,
+                true => self.samples.length(item),
+                false => rows.slots[place].into(),
             };
-            used += slot;
             load.tokens += length;
             load.squares += length * length;
-            load.labels += self.samples.labels(item as usize, length);
+            load.labels += self.samples.labels(item, length);
         }
-        if let Some(&first) = items[real.clone()].first() {
+        if let Some(&first) = rows.items[real.clone()].first() {
             load.labels -= self.samples.lead_loss(first as usize);
         }
-        used + used_by(&items[real.end..places.end])
+        load.rows += 1;
+        load.samples += real.len() as u64;
+        rows.slots[places].iter().map(|&slot| u64::from(slot)).sum()
     }
 }
 

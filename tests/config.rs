@@ -164,6 +164,12 @@ fn settings_that_exclude_one_another_are_refused() {
              int32 cu_seqlens of one microbatch can count",
         ),
         (
+            r#"{"sequence_len": 10, "align_samples_to": 2147483647, "micro_batch_size": 2}"#,
+            "micro_batch_size 2 × sequence_len 10, rounded up to 2147483647 by align_samples_to, is \
+             more than 2147483647 tokens, the most that the int32 cu_seqlens of one microbatch can \
+             count",
+        ),
+        (
             r#"{"sequence_len": 10, "align_samples_to": 4}"#,
             "align_samples_to 4 must divide the row capacity 10",
         ),

@@ -43,13 +43,18 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
         offsets[row] += offsets[row - 1];
     }
     let mut next = offsets.clone();
-    let mut items = vec![0u32; order.len()];
+    let mut rows = Rows {
+        items: vec![0; order.len()],
+        slots: vec![0; order.len()],
+        offsets,
+    };
     for (&item, &row) in order.iter().zip(&row_of) {
         let at = &mut next[number[row as usize] as usize];
-        items[*at as usize] = item;
+        rows.items[*at as usize] = item;
+        rows.slots[*at as usize] = slots[item as usize];
         *at += 1;
     }
-    Rows { items, offsets }
+    rows
 }
 
 /// Free space of the rows, as the leaves of a complete binary tree of maxima. Rows that were never

@@ -21,6 +21,8 @@ pub mod tight;
 
 pub use histogram::Histogram;
 
+use std::ops::Range;
+
 use crate::config::{Algorithm, Config};
 use crate::order::Stream;
 
@@ -29,6 +31,9 @@ use crate::order::Stream;
 pub struct Rows {
     /// Item numbers, row after row.
     pub items: Vec<u32>,
+    /// The tokens of each of these items. Looking them up again would be the dearest part of a plan:
+    /// millions of reads all over the memory.
+    pub slots: Vec<u32>,
     /// Where each row begins; one more entry than rows.
     pub offsets: Vec<u32>,
 }
@@ -38,6 +43,7 @@ impl Rows {
     pub fn new() -> Rows {
         Rows {
             items: Vec::new(),
+            slots: Vec::new(),
             offsets: vec![0],
         }
     }
@@ -52,14 +58,21 @@ impl Rows {
         self.len() == 0
     }
 
-    /// The items of a row.
-    pub fn row(&self, row: usize) -> &[u32] {
-        &self.items[self.offsets[row] as usize..self.offsets[row + 1] as usize]
+    /// Where the items of a row stand.
+    pub fn places(&self, row: usize) -> Range<usize> {
+        self.offsets[row] as usize..self.offsets[row + 1] as usize
     }
 
-    /// The rows in turn.
+    /// The items of each row in turn.
     pub fn iter(&self) -> impl Iterator<Item = &[u32]> {
-        (0..self.len()).map(|row| self.row(row))
+        (0..self.len()).map(|row| &self.items[self.places(row)])
+    }
+
+    /// Appends the items at these places of `other` as a row.
+    pub fn push_from(&mut self, other: &Rows, places: Range<usize>) {
+        self.items.extend_from_slice(&other.items[places.clone()]);
+        self.slots.extend_from_slice(&other.slots[places]);
+        self.offsets.push(self.items.len() as u32);
     }
 
     /// The same rows in a random order.
@@ -68,15 +81,9 @@ impl Rows {
         stream.shuffle(&mut order);
         let mut rows = Rows::new();
         for row in order {
-            rows.push(self.row(row).iter().copied());
+            rows.push_from(self, self.places(row));
         }
         rows
-    }
-
-    /// Appends a row.
-    pub fn push(&mut self, items: impl IntoIterator<Item = u32>) {
-        self.items.extend(items);
-        self.offsets.push(self.items.len() as u32);
     }
 }
 
@@ -129,7 +136,7 @@ pub(crate) fn pack(
         if rows.is_empty() {
             rows = packed;
         } else {
-            packed.iter().for_each(|row| rows.push(row.iter().copied()));
+            (0..packed.len()).for_each(|row| rows.push_from(&packed, packed.places(row)));
         }
     }
     rows

@@ -20,11 +20,12 @@ use super::{Bounds, Rows};
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds) -> Rows {
     let mut rows = Rows {
         items: order.to_vec(),
+        slots: order.iter().map(|&item| slots[item as usize]).collect(),
         offsets: vec![0],
     };
     let (mut used, mut start) = (0u32, 0usize);
-    for (at, &item) in order.iter().enumerate() {
-        let slot = slots[item as usize];
+    for at in 0..order.len() {
+        let slot = rows.slots[at];
         if slot > bounds.capacity - used || (at - start) as u32 == bounds.limit {
             rows.offsets.push(at as u32);
             (used, start) = (0, at);

@@ -77,6 +77,7 @@ impl Patterns {
             .collect();
         let mut rows = Rows {
             items: vec![0; items.len()],
+            slots: vec![0; items.len()],
             offsets: Vec::with_capacity(recipe_of_row.len() + 1),
         };
         rows.offsets.push(0);
@@ -89,13 +90,14 @@ impl Patterns {
         // Each part of the rows needs to know where in each class the parts before it have got to.
         let mut next = starts;
         let mut parts = Vec::new();
-        let mut rest = &mut rows.items[..];
+        let mut rest = (&mut rows.items[..], &mut rows.slots[..]);
         for recipes in recipe_of_row.chunks(chunk_len(recipe_of_row.len(), threads)) {
             let taken: u32 = recipes.iter().map(|&number| sizes[number as usize]).sum();
-            let (mine, others) = rest.split_at_mut(taken as usize);
-            rest = others;
-            parts.push((recipes, mine, next.clone()));
-            if !rest.is_empty() {
+            let (my_items, other_items) = rest.0.split_at_mut(taken as usize);
+            let (my_slots, other_slots) = rest.1.split_at_mut(taken as usize);
+            rest = (other_items, other_slots);
+            parts.push((recipes, my_items, my_slots, next.clone()));
+            if !rest.0.is_empty() {
                 for part in recipes
                     .iter()
                     .flat_map(|&number| self.parts(number as usize))
@@ -104,16 +106,21 @@ impl Patterns {
                 }
             }
         }
-        parallel::for_each(threads, parts, |(recipes, mut rest, mut next)| {
+        parallel::for_each(threads, parts, |(recipes, to_items, to_slots, mut next)| {
+            let mut to = 0;
             for part in recipes
                 .iter()
                 .flat_map(|&number| self.parts(number as usize))
             {
                 let at = &mut next[part.class as usize];
-                let (mine, others) = rest.split_at_mut(part.times as usize);
-                mine.copy_from_slice(&items[*at as usize..][..part.times as usize]);
-                rest = others;
-                *at += part.times;
+                let size = histogram.sizes[part.class as usize];
+                // One item at a time: parts are of one or two, for which a copy of a slice costs more.
+                for _ in 0..part.times {
+                    to_items[to] = items[*at as usize];
+                    to_slots[to] = size;
+                    *at += 1;
+                    to += 1;
+                }
             }
         });
         rows
