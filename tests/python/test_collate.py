@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from multipack import Collator, Config, boundaries
+from multipack import Collator, Config, boundaries, label_counts, plan
 
 IGNORED = -100
 Sample = dict[str, Any]
@@ -258,6 +259,35 @@ def test_no_label_crosses_a_border() -> None:
     assert shifted[shifted != IGNORED].tolist() == [12, 22]
 
 
+def test_the_loss_of_a_row_is_that_of_its_samples() -> None:
+    """As a model with shifted labels computes it, once packed and once for each sample alone."""
+    made = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}, {"input_ids": [5, 6]}]
+    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+
+    def loss(batch: dict[str, Any], logits: torch.Tensor) -> float:
+        return float(cross_entropy(logits[:-1], batch["labels"][0, 1:], reduction="sum"))
+
+    alone = [
+        loss(collate([sample]), logits[start:end])
+        for sample, (start, end) in zip(made, itertools.pairwise([0, 3, 4, 6]), strict=True)
+    ]
+    assert loss(collate(made), logits) == pytest.approx(sum(alone))
+
+
+def test_supervised_tokens_are_counted_alike_everywhere() -> None:
+    """Three of the five labels of samples of 3 and 2 tokens enter the loss: one border each."""
+    made = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+
+    batch = collate(made, sequence_len=8)
+    counts, starts = label_counts([1, 2, 3, 4, 5], [0, 3, 5])
+    planned = plan([3, 2], counts, label_starts=starts, sequence_len=8)
+
+    assert int((batch["labels"] != IGNORED).sum()) == 3
+    assert int(counts.sum()) == 3
+    assert planned.stats.after.mean_labels == 3.0
+    assert plan([3, 2], sequence_len=8).stats.after.mean_labels == 3.0
+
+
 def test_the_first_label_can_be_kept() -> None:
     batch = collate([{"input_ids": [11, 12]}, {"input_ids": [21, 22]}], mask_first_label=False)
 
@@ -322,6 +352,27 @@ def test_an_additive_mask_is_0_or_the_minimum(samples: Samples, dtype: torch.dty
     assert mask.dtype == (dtype or torch.float32)
     assert set(mask.unique().tolist()) == {0.0, torch.finfo(mask.dtype).min}
     assert (mask == 0).int().tolist() == [[BLOCKS]]
+
+
+@pytest.mark.parametrize("attention", ["bool", "additive"])
+def test_masked_attention_is_that_of_each_sample_alone(samples: Samples, attention: str) -> None:
+    """In the second row too, and whatever the padded tail holds."""
+    a, b, c, d = samples([3, 2, 4, 2])
+    rows = [[a, b], [c, d]]
+    mask = collate(rows, attention, multipack_real_batches=True, pad_to_multiple_of=8)[
+        "attention_mask"
+    ]
+    query, key, value = torch.randn(3, 2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
+
+    packed = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    assert torch.isfinite(packed).all()
+    for row, borders in enumerate(([0, 3, 5], [0, 4, 6])):
+        for start, end in itertools.pairwise(borders):
+            alone = scaled_dot_product_attention(
+                *(x[row : row + 1, :, start:end] for x in (query, key, value)), is_causal=True
+            )
+            torch.testing.assert_close(packed[row : row + 1, :, start:end], alone)
 
 
 def test_a_window_limits_the_mask(samples: Samples) -> None:
@@ -402,16 +453,28 @@ def test_attention_has_no_default() -> None:
         Collator()  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("value", [None, "0", 0.0, True])
-def test_a_pad_id_that_is_none_is_refused(value: Any) -> None:
-    """Many tokenizers have no pad token, and say None."""
-    with pytest.raises(TypeError) as caught:
-        Collator(attention="none", pad_token_id=value)
+@pytest.mark.parametrize(
+    ("keys", "kind", "text"),
+    [
+        (
+            {"pad_token_id": None},  # as of a tokenizer that has none
+            TypeError,
+            "pad_token_id is None, but must be an integer; where a tokenizer has none, any id "
+            "will do: padding is neither seen by samples nor trained on",
+        ),
+        ({"pad_token_id": 0.0}, TypeError, "pad_token_id is 0.0, but must be an integer"),
+        ({"pad_token_id": True}, TypeError, "pad_token_id is True, but must be an integer"),
+        ({"window": 0}, ValueError, "window is 0, but must be 1 or more"),
+        ({"window": 1.5}, TypeError, "window is 1.5, but must be an integer"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(
+    keys: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        Collator(attention="bool", **keys)
 
-    assert str(caught.value) == (
-        f"pad_token_id is {value!r}, but must be an integer; where a tokenizer has none, any id "
-        "will do: padding is neither seen by samples nor trained on"
-    )
+    assert str(caught.value) == text
 
 
 # ---- forms of samples ----

@@ -272,6 +272,16 @@ def test_the_tensors_are_offsets_into_the_level_below() -> None:
     assert (made[0, 0], made[1, 0]) == ([[0, 1]], [[2, 3]])
 
 
+@pytest.mark.parametrize("key", [0, (0,), (0, 0, 0), "ab"], ids=repr)
+def test_a_plan_is_indexed_by_rank_and_microbatch(key: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        plan([4], sequence_len=4)[key]
+
+    assert str(caught.value) == (
+        f"a plan is indexed by rank and microbatch, plan[rank, k], not by {key!r}"
+    )
+
+
 LENGTHS = [1, 3, 5, 7, 9, 11]
 
 
@@ -325,6 +335,14 @@ def test_lengths_may_be_expanded_or_read_only() -> None:
             ValueError,
             "lengths holds 18446744073709551615, more than 9223372036854775807",
         ),
+        ([[1], [2, 3]], TypeError, "lengths must be numbers, but is of lists of unequal lengths"),
+        (None, TypeError, "lengths must hold integers, but is an array of object"),
+        (
+            torch.empty(3, dtype=torch.int64, device="meta"),
+            ValueError,
+            "multipack::plan runs on the CPU, but lengths is on meta: move it there with .cpu(), "
+            "and the results back",
+        ),
         ([3, -1], ValueError, "sample 1 has length -1, but a length is 0 or more tokens"),
     ],
 )
@@ -346,9 +364,10 @@ def test_lengths_that_are_none_are_refused(lengths: Any, kind: type[Exception], 
         (
             {"label_counts": [1, 1], "label_starts": [0, 1]},
             TypeError,
-            "label_starts must hold bools, but is of torch.int64",
+            "label_starts must hold bools, but is an array of int64",
         ),
         ({"split": "test"}, ValueError, "split is 'test', but must be 'train' or 'eval'"),
+        ({"epoch": 0.5}, TypeError, "epoch is 0.5, but must be an integer"),
         ({"epoch": -1}, ValueError, "epoch is -1, but must be 0 or more"),
         (
             {"config": Config()},

@@ -1,4 +1,4 @@
-"""Integers in any of the forms that people hold them in, as tensors that the ops take.
+"""Integers in any of the forms that people hold them in, as plain ints and as tensors for the ops.
 
 What describes samples (lengths, counts, offsets) is copied into dense int64 tensors: one pass and
 eight bytes for each number, so that later changes to the caller's data cannot reach a plan. What
@@ -8,8 +8,9 @@ bools are refused.
 
 from __future__ import annotations
 
+import operator
 import warnings
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,29 @@ if TYPE_CHECKING:
 
 Integers: TypeAlias = "torch.Tensor | npt.NDArray[np.integer] | Sequence[int]"
 Bools: TypeAlias = "torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]"
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """Return an integer, of Python or NumPy or torch, as a plain int.
+
+    Args:
+        name (str): What the value is called in errors.
+        value: An integer.
+        least (int): The smallest allowed; None: any is.
+
+    Raises:
+        TypeError: If it is not an integer; a bool is none.
+        ValueError: If it is less than `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, but must be an integer")
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}, but must be {least} or more")
+    return number
 
 
 def int64_tensor(name: str, values: Integers) -> torch.Tensor:
@@ -37,10 +61,11 @@ def int64_tensor(name: str, values: Integers) -> torch.Tensor:
         ValueError: If one does not fit into 64 bits with a sign.
     """
     if isinstance(values, torch.Tensor):
-        if not is_integer(values.dtype) and values.numel() > 0:
-            raise TypeError(f"{name} must hold integers, but is a tensor of {values.dtype}")
+        dtype = values.dtype
+        if (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool) and values.numel():
+            raise TypeError(f"{name} must hold integers, but is a tensor of {dtype}")
         return values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
-    array = np.asarray(values)
+    array = _array(name, values)
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name} must hold integers, but is an array of {array.dtype}")
     if array.dtype == np.uint64 and array.size > 0 and array.max() > np.iinfo(np.int64).max:
@@ -55,7 +80,7 @@ def token_tensor(name: str, values: Integers) -> torch.Tensor:
         TypeError: If the values are integers of another width, or no integers.
     """
     if not isinstance(values, torch.Tensor):
-        array = np.asarray(values)
+        array = _array(name, values)
         if array.dtype not in (np.int32, np.int64) and array.size > 0:
             raise TypeError(f"{name} must be int32 or int64, but is an array of {array.dtype}")
         with warnings.catch_warnings():
@@ -74,13 +99,17 @@ def bool_tensor(name: str, values: Bools) -> torch.Tensor:
         TypeError: If the values are not bools.
     """
     if not isinstance(values, torch.Tensor):
-        array = np.asarray(values)
-        values = torch.from_numpy(np.array(array, dtype=bool if array.size == 0 else None))
+        array = _array(name, values)
+        if array.dtype != bool and array.size > 0:
+            raise TypeError(f"{name} must hold bools, but is an array of {array.dtype}")
+        return torch.from_numpy(np.array(array, dtype=bool, order="C"))
     if values.dtype != torch.bool:
-        raise TypeError(f"{name} must hold bools, but is of {values.dtype}")
+        raise TypeError(f"{name} must hold bools, but is a tensor of {values.dtype}")
     return values.clone(memory_format=torch.contiguous_format)
 
 
-def is_integer(dtype: torch.dtype) -> bool:
-    """Whether a tensor of `dtype` holds integers; bool is not one."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+def _array(name: str, values: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise TypeError(f"{name} must be numbers, but is of lists of unequal lengths") from None

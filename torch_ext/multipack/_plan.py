@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import operator
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 
 from multipack import ops
-from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, token_tensor
+from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, token_tensor
 from multipack._config import Config, Split, checked_split, make_config
 from multipack._stats import Stats
 
@@ -79,8 +78,13 @@ class Plan:
 
         Raises:
             IndexError: If the rank or the microbatch is out of range.
+            TypeError: If the key is not two integers.
         """
-        rank, k = (operator.index(number) for number in key)
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise TypeError(
+                f"a plan is indexed by rank and microbatch, plan[rank, k], not by {key!r}"
+            )
+        rank, k = integer("rank", key[0]), integer("k", key[1])
         world_size = self.config.world_size
         samples, offsets = ops.microbatch(
             self.index, self.row_offsets, self.batch_offsets, world_size, rank, k
@@ -205,7 +209,7 @@ def plan(
         None if label_counts is None else int64_tensor("label_counts", label_counts),
         None if label_starts is None else bool_tensor("label_starts", label_starts),
         make_config(config, keys),
-        operator.index(epoch),
+        integer("epoch", epoch),
         checked_split(split),
     )
 

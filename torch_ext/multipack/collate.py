@@ -10,7 +10,6 @@ key. Python lists are the slow path: about 25 ns, nearly all of it spent on taki
 from __future__ import annotations
 
 import itertools
-import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from multipack import ops
+from multipack._arrays import integer
 from multipack._config import Config, Split, capacity, checked_split, layout, make_config
 
 Sample: TypeAlias = "Mapping[str, Any]"
@@ -74,9 +74,9 @@ class Collator:
         **keys: Settings by name; they override those of `config`.
 
     Raises:
-        TypeError: As for `Config`.
-        ValueError: As for `Config`; if `attention` is unknown, or `dtype` or `window` have nothing
-            to act on.
+        TypeError: As for `Config`; if `pad_token_id` or `window` is not an integer.
+        ValueError: As for `Config`; if `attention` is unknown, `window` is less than 1, or `dtype`
+            or `window` have nothing to act on.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class Collator:
                 f"window limits a mask, but attention={attention!r} makes none; set the window in "
                 "the model"
             )
-        if isinstance(pad_token_id, bool) or not hasattr(pad_token_id, "__index__"):
+        if pad_token_id is None:
             raise TypeError(
-                f"pad_token_id is {pad_token_id!r}, but must be an integer; where a tokenizer has "
-                "none, any id will do: padding is neither seen by samples nor trained on"
+                "pad_token_id is None, but must be an integer; where a tokenizer has none, any id "
+                "will do: padding is neither seen by samples nor trained on"
             )
         self.config = make_config(config, keys)
         self.split = checked_split(split)
         self.attention = attention
-        self.pad_token_id = operator.index(pad_token_id)
+        self.pad_token_id = integer("pad_token_id", pad_token_id)
         self.dtype = dtype
-        self.window = None if window is None else operator.index(window)
+        self.window = None if window is None else integer("window", window, least=1)
         self.pad_values = dict(pad_values or {})
 
     def __call__(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> dict[str, Any]:

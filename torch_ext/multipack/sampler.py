@@ -12,13 +12,12 @@ alone, and agree because the plans do.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import Sampler, SequentialSampler
 
-from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor
+from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer
 from multipack._config import Config, Split, batch_size, checked_split, layout, make_config
 from multipack._plan import Plan, plan_tensors
 
@@ -151,7 +150,7 @@ class MultipackBatchSampler(Sampler[Batch]):
             TypeError: If it is not an integer.
             ValueError: If it is negative.
         """
-        epoch = _natural("epoch", epoch)
+        epoch = integer("epoch", epoch, least=0)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
 
@@ -170,7 +169,7 @@ class MultipackBatchSampler(Sampler[Batch]):
             TypeError: If it is not an integer.
             ValueError: If it is negative.
         """
-        epochs = _natural("epochs", epochs)
+        epochs = integer("epochs", epochs, least=0)
         accumulation = self.config.gradient_accumulation_steps
         if self._every_epoch_has_the_same_count():
             return epochs * -(-len(self.plan) // accumulation)
@@ -189,7 +188,7 @@ class MultipackBatchSampler(Sampler[Batch]):
             TypeError: If it is not an integer.
             ValueError: If it is negative, or more were consumed than yielded.
         """
-        consumed = self._latest.consumed + _natural("n", n) * self._ranks_yielded
+        consumed = self._latest.consumed + integer("n", n, least=0) * self._ranks_yielded
         if consumed > self._latest.yielded:
             raise ValueError(
                 f"{consumed} microbatches are said to be consumed, but this iteration has yielded "
@@ -240,7 +239,10 @@ class MultipackBatchSampler(Sampler[Batch]):
             raise ValueError(
                 "the state belongs to another order of samples: " + "; ".join(differences)
             )
-        epoch, position = _natural("epoch", state["epoch"]), _natural("position", state["position"])
+        epoch, position = (
+            integer("epoch", state["epoch"], least=0),
+            integer("position", state["position"], least=0),
+        )
         plan = self._plan_of(epoch)
         if position > self._count(plan):
             raise ValueError(
@@ -335,21 +337,9 @@ def _checked_rank(rank: object, world_size: int) -> int | Literal["all"]:
                 "every rank's microbatches in global order"
             )
         return 0
-    if isinstance(rank, bool | str):
-        raise TypeError(f"rank is {rank!r}, but must be an integer or 'all'")
-    number = operator.index(rank)  # type: ignore[arg-type]
+    number = integer("rank", rank)
     if not 0 <= number < world_size:
         raise ValueError(f"rank is {number}, but must be from 0 to {world_size - 1}, or 'all'")
-    return number
-
-
-def _natural(name: str, value: int) -> int:
-    """Return an integer from 0 as a plain int."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} is {value}, but must be an integer")
-    number = operator.index(value)
-    if number < 0:
-        raise ValueError(f"{name} is {number}, but must be 0 or more")
     return number
 
 
