@@ -297,12 +297,15 @@ impl<'a> Samples<'a> {
         self.inputs.lengths[self.sample(item)].min(self.sequence_len) as u64
     }
 
-    /// Supervised tokens of the retained sample number `item` of `length` tokens, where it is not
-    /// the first of its row.
-    pub fn labels(&self, item: usize, length: u64) -> i64 {
+    /// Supervised tokens of these retained samples, `tokens` long together, before what the first
+    /// of a row loses.
+    pub fn labels(&self, items: &[u32], tokens: u64) -> i64 {
         match self.inputs.label_counts {
-            Some(counts) => counts[self.sample(item)],
-            None => length as i64 - i64::from(self.mask_first_label),
+            Some(counts) => items
+                .iter()
+                .map(|&item| counts[self.sample(item as usize)])
+                .sum(),
+            None => tokens as i64 - i64::from(self.mask_first_label) * items.len() as i64,
         }
     }
 

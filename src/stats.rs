@@ -93,21 +93,18 @@ impl Stats {
         } else {
             size
         };
-        let labels: Vec<f64> = loads.iter().map(|load| load.labels as f64).collect();
-        let lengths: Vec<f64> = loads.iter().map(|load| load.tokens as f64).collect();
-        let step = round.world_size * config.accumulation(split) as usize;
-        let per_step = |values: &[f64]| -> Vec<f64> {
-            values
-                .chunks_exact(step)
-                .map(|step| step.iter().sum())
-                .collect()
+        let labels = loads.iter().map(|load| load.labels as f64);
+        let lengths = loads.iter().map(|load| load.tokens as f64);
+        let steps = loads.chunks_exact(round.world_size * config.accumulation(split) as usize);
+        let of_steps = |part: fn(&Load) -> f64| {
+            let sums = steps.clone().map(move |step| step.iter().map(part).sum());
+            deviation(sums)
         };
         let means: Vec<f64> = loads
             .iter()
             .filter(|load| load.samples > 0)
             .map(|load| load.tokens as f64 / load.samples as f64)
             .collect();
-        let neighbours = means.get(1..).unwrap_or_default();
         Stats {
             rows,
             lower_bound: if layout.is_packed() {
@@ -116,15 +113,15 @@ impl Stats {
                 rows
             },
             efficiency: ratio(tokens as f64, space as f64),
-            mean_unpadded_length: mean(&lengths),
+            mean_unpadded_length: mean(lengths),
             padding_tokens: size - tokens,
-            mean_labels: mean(&labels),
-            microbatch_label_std: deviation(&labels),
-            step_label_std: deviation(&per_step(&labels)),
-            step_token_std: deviation(&per_step(&lengths)),
+            mean_labels: mean(labels.clone()),
+            microbatch_label_std: deviation(labels),
+            step_label_std: of_steps(|load| load.labels as f64),
+            step_token_std: of_steps(|load| load.tokens as f64),
             rank_cost_imbalance: imbalance(&loads, round.world_size, layout, config),
             rank_size_jump: size_jump(&loads, round.world_size),
-            length_correlation: correlation(&means[..neighbours.len()], neighbours),
+            length_correlation: correlation_of_neighbours(&means),
         }
     }
 }
@@ -170,22 +167,25 @@ impl Measure<'_> {
         let rows = &self.schedule.rows;
         let end = rows.items.len() - self.schedule.repeated_items;
         let real = places.start.min(end)..places.end.min(end);
-        let aligned = self.config.align_samples_to > 1;
-        for place in real.clone() {
-            let item = rows.items[place] as usize;
-            let length = match aligned {
-                true => self.samples.length(item),
-                false => rows.slots[place].into(),
-            };
-            load.tokens += length;
-            load.squares += length * length;
-            load.labels += self.samples.labels(item, length);
-        }
-        if let Some(&first) = rows.items[real.clone()].first() {
+        let items = &rows.items[real.clone()];
+        let mut add_lengths = |lengths: &mut dyn Iterator<Item = u64>| {
+            lengths.fold(0, |tokens, length| {
+                load.squares += length * length;
+                tokens + length
+            })
+        };
+        // Without alignment the slots are the lengths, and they are here already.
+        let tokens = match self.config.align_samples_to {
+            1 => add_lengths(&mut rows.slots[real].iter().map(|&slot| slot.into())),
+            _ => add_lengths(&mut items.iter().map(|&item| self.samples.length(item as usize))),
+        };
+        load.rows += 1;
+        load.samples += items.len() as u64;
+        load.tokens += tokens;
+        load.labels += self.samples.labels(items, tokens);
+        if let Some(&first) = items.first() {
             load.labels -= self.samples.lead_loss(first as usize);
         }
-        load.rows += 1;
-        load.samples += real.len() as u64;
         rows.slots[places].iter().map(|&slot| u64::from(slot)).sum()
     }
 }
@@ -199,50 +199,41 @@ fn imbalance(loads: &[Load], world: usize, layout: BatchLayout, config: &Config)
         (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
         (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
     };
-    let ratios: Vec<f64> = loads
-        .chunks_exact(world)
-        .filter_map(|microstep| {
-            let costs: Vec<f64> = microstep.iter().map(cost).collect();
-            ratio(costs.iter().copied().fold(0.0, f64::max), mean(&costs)?)
-        })
-        .collect();
-    mean(&ratios)
+    let ratios = loads.chunks_exact(world).filter_map(|microstep| {
+        let costs = microstep.iter().map(cost);
+        ratio(costs.clone().fold(0.0, f64::max), mean(costs)?)
+    });
+    mean(ratios)
 }
 
 /// How much a rank's batch size changes from one microbatch to the next, on average.
 fn size_jump(loads: &[Load], world: usize) -> Option<f64> {
-    let jumps: Vec<f64> = loads
-        .iter()
-        .zip(loads.get(world..).unwrap_or_default())
-        .map(|(one, next)| one.size.abs_diff(next.size) as f64)
-        .collect();
-    mean(&jumps)
+    let later = loads.get(world..).unwrap_or_default();
+    let pairs = loads.iter().zip(later);
+    mean(pairs.map(|(one, next)| one.size.abs_diff(next.size) as f64))
 }
 
 fn ratio(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole)
 }
 
-fn mean(values: &[f64]) -> Option<f64> {
-    ratio(values.iter().sum(), values.len() as f64)
+fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+    ratio(sum, count)
 }
 
-fn deviation(values: &[f64]) -> Option<f64> {
-    let center = mean(values)?;
-    let squares: Vec<f64> = values
-        .iter()
-        .map(|value| (value - center).powi(2))
-        .collect();
-    mean(&squares).map(f64::sqrt)
+fn deviation(values: impl Iterator<Item = f64> + Clone) -> Option<f64> {
+    let center = mean(values.clone())?;
+    mean(values.map(|value| (value - center).powi(2))).map(f64::sqrt)
 }
 
-/// Pearson's correlation; none for fewer than two pairs or values that do not vary.
-fn correlation(xs: &[f64], ys: &[f64]) -> Option<f64> {
-    let (mean_x, mean_y) = (mean(xs)?, mean(ys)?);
-    let products: Vec<f64> = xs
-        .iter()
-        .zip(ys)
-        .map(|(x, y)| (x - mean_x) * (y - mean_y))
-        .collect();
-    ratio(mean(&products)?, deviation(xs)? * deviation(ys)?)
+/// Pearson's correlation of each value with the next; none for fewer than two pairs or values that
+/// do not vary.
+fn correlation_of_neighbours(values: &[f64]) -> Option<f64> {
+    let earlier = values.iter().take(values.len().saturating_sub(1)).copied();
+    let later = values.iter().skip(1).copied();
+    let (mean_earlier, mean_later) = (mean(earlier.clone())?, mean(later.clone())?);
+    let pairs = earlier.clone().zip(later.clone());
+    let products = pairs.map(|(one, next)| (one - mean_earlier) * (next - mean_later));
+    ratio(mean(products)?, deviation(earlier)? * deviation(later)?)
 }

@@ -28,12 +28,17 @@ pub extern "C" fn multipack_abi_version() -> i32 {
 #[allow(unsafe_code, missing_docs)]
 #[cxx::bridge(namespace = "multipack::ffi")]
 pub(super) mod ffi {
-    /// The options of collate, as the schema gives them.
-    struct CollateOptions<'a> {
+    /// What decides the shape of a batch.
+    struct RowOptions {
         row_len: i64,
         max_sample_len: i64,
         pad_to_multiple_of: i64,
         align_samples_to: i64,
+    }
+
+    /// The options of collate, as the schema gives them.
+    struct CollateOptions<'a> {
+        rows: RowOptions,
         pad_token_id: i64,
         position_start: i64,
         mask_first_label: bool,
@@ -125,10 +130,7 @@ pub(super) mod ffi {
             index: &Tensor,
             row_offsets: &Tensor,
             pad: &Tensor,
-            row_len: i64,
-            max_sample_len: i64,
-            pad_to_multiple_of: i64,
-            align_samples_to: i64,
+            options: &RowOptions,
         ) -> Result<UniquePtr<Tensor>>;
         fn block_mask(
             segment_ids: &Tensor,
@@ -311,26 +313,16 @@ fn pack_values(
     index: &ffi::Tensor,
     row_offsets: &ffi::Tensor,
     pad: &ffi::Tensor,
-    row_len: i64,
-    max_sample_len: i64,
-    pad_to_multiple_of: i64,
-    align_samples_to: i64,
+    options: &ffi::RowOptions,
 ) -> Result<UniquePtr<ffi::Tensor>, Failure> {
     guarded(|| {
-        let options = LayoutOptions {
-            row_len,
-            max_sample_len,
-            pad_to_multiple_of,
-            align_samples_to,
-            ..LayoutOptions::default()
-        };
         let packed = super::pack_values(
             &Borrowed::new(values),
             &Borrowed::new(offsets),
             &Borrowed::new(index),
             &Borrowed::new(row_offsets),
             &Borrowed::new(pad),
-            &options,
+            &options.layout(),
         )?;
         Ok(give(packed))
     })
@@ -372,6 +364,18 @@ fn give_batch(batch: Batch) -> ffi::Batch {
     }
 }
 
+impl ffi::RowOptions {
+    fn layout(&self) -> LayoutOptions {
+        LayoutOptions {
+            row_len: self.row_len,
+            max_sample_len: self.max_sample_len,
+            pad_to_multiple_of: self.pad_to_multiple_of,
+            align_samples_to: self.align_samples_to,
+            ..LayoutOptions::default()
+        }
+    }
+}
+
 impl ffi::CollateOptions<'_> {
     fn parse(&self) -> crate::Result<CollateOptions> {
         let dtype = mask_dtype("mask_dtype", self.mask_dtype)?;
@@ -408,13 +412,10 @@ impl ffi::CollateOptions<'_> {
         })?;
         Ok(CollateOptions {
             layout: LayoutOptions {
-                row_len: self.row_len,
-                max_sample_len: self.max_sample_len,
-                pad_to_multiple_of: self.pad_to_multiple_of,
-                align_samples_to: self.align_samples_to,
                 padded_tail,
                 position_start: self.position_start,
                 causal: self.causal,
+                ..self.rows.layout()
             },
             pad_token_id: self.pad_token_id,
             mask_first_label: self.mask_first_label,
