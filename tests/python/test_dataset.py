@@ -246,6 +246,18 @@ def test_an_index_out_of_range_is_refused(samples: Samples, index: int) -> None:
     assert str(caught.value) == f"sample {index} is out of range: the data set has 3 samples"
 
 
+def test_a_single_index_is_refused_with_the_way_out(samples: Samples) -> None:
+    data = packed(samples([3, 5, 2]), Collator(attention="none"))
+
+    with pytest.raises(TypeError) as caught:
+        next(iter(DataLoader(data, batch_size=None)))
+
+    assert str(caught.value) == (
+        "a microbatch is a list of samples or of rows, not 0: give the DataLoader sampler=sampler "
+        "and batch_size=None"
+    )
+
+
 def test_a_data_set_without_samples_has_no_lengths() -> None:
     data = PackedDataset([], [0], collator=Collator(attention="none"))
 

@@ -42,9 +42,9 @@ class Repeat(int):
 class Plan:
     """The schedule of one epoch over all ranks.
 
-    For two rows of samples [0, 3] and [2, 1], one row per microbatch and two ranks, `index` is [0,
-    3, 2, 1], `row_offsets` [0, 2, 4] and `batch_offsets` [0, 1, 2]; ``plan[0, 0]`` is [[0, 3]] and
-    ``plan[1, 0]`` is [[2, 1]].
+    For two ranks, one row in a microbatch and the rows [0, 3] and [2, 1], the tensors are
+    index [0, 3, 2, 1], row_offsets [0, 2, 4] and batch_offsets [0, 1, 2]; ``plan[0, 0]`` is
+    [[0, 3]] and ``plan[1, 0]`` is [[2, 1]].
     """
 
     index: torch.Tensor
@@ -52,8 +52,9 @@ class Plan:
     row_offsets: torch.Tensor
     """int64 (R+1,): where each row begins in `index`, from 0 to M."""
     batch_offsets: torch.Tensor
-    """int64 (B+1,): where each microbatch begins among the rows, from 0 to R; number k·world_size +
-    rank is the microbatch k of a rank."""
+    """int64 (B+1,): where each microbatch begins among the rows, from 0 to R.
+
+    Number k·world_size + rank is microbatch k of a rank."""
     config: Config
     """The settings that it was made with."""
     report: Mapping[str, Any]
@@ -68,8 +69,7 @@ class Plan:
         """Return the rows of a rank's microbatch `k`.
 
         Args:
-            key (tuple[int, int]): The rank, from 0, and the microbatch, from 0 to ``len(plan) -
-                1``.
+            key (tuple[int, int]): The rank and the microbatch, which is less than ``len(plan)``.
 
         Returns:
             list[list[int]]: For each row its samples, as plain ints, or as `Repeat` where they are

@@ -81,8 +81,7 @@ class MultipackBatchSampler(Sampler[Batch]):
     batch_size: int
     """Rows of a microbatch; samples, in the layouts with a fixed number of them."""
     drop_last: bool
-    """Whether what fills no round of ranks is left out; every microbatch that is yielded is a whole
-    one."""
+    """Whether what fills no round of ranks is left out. What is yielded is always whole."""
     sampler: SequentialSampler
     """The indices of the data set; frameworks ask for the attribute."""
 
@@ -239,10 +238,8 @@ class MultipackBatchSampler(Sampler[Batch]):
             raise ValueError(
                 "the state belongs to another order of samples: " + "; ".join(differences)
             )
-        epoch, position = (
-            integer("epoch", state["epoch"], least=0),
-            integer("position", state["position"], least=0),
-        )
+        epoch = integer("epoch", state["epoch"], least=0)
+        position = integer("position", state["position"], least=0)
         plan = self._plan_of(epoch)
         if position > self._count(plan):
             raise ValueError(
