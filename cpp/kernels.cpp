@@ -127,10 +127,7 @@ Batch collate(
         row_offsets,
         or_undefined(labels),
         ffi::CollateOptions{
-            row_len,
-            max_sample_len,
-            pad_to_multiple_of,
-            align_samples_to,
+            {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
             pad_token_id,
             position_start,
             mask_first_label,
@@ -168,10 +165,7 @@ Batch collate_list(
         labels.has_value(),
         labels_of_samples,
         ffi::CollateOptions{
-            row_len,
-            max_sample_len,
-            pad_to_multiple_of,
-            align_samples_to,
+            {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
             pad_token_id,
             position_start,
             mask_first_label,
@@ -239,10 +233,7 @@ Tensor pack_values(
                index,
                row_offsets,
                pad_of(pad, plain).view(bits),
-               row_len,
-               max_sample_len,
-               pad_to_multiple_of,
-               align_samples_to)
+               {row_len, max_sample_len, pad_to_multiple_of, align_samples_to})
         ->view(plain.scalar_type());
   });
 }
