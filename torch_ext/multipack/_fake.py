@@ -9,8 +9,8 @@ The C++ side names this module as the place of the shape functions, so they may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,15 @@ Size: TypeAlias = Any  # int or torch.SymInt, which torch does not type as one
 _FakeBatch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def _shape_of(op: str) -> Callable[[_Function], _Function]:
+    """Register the function below as the shape function of `op`; typed, as torch's own is not."""
+    register = torch.library.register_fake(f"multipack::{op}")
+    return cast("Callable[[_Function], _Function]", register)
+
+
 def _dynamic_size(least: int = 0) -> Size:
     return torch.library.get_ctx().new_dynamic_size(min=least)
 
@@ -28,17 +37,19 @@ def _dynamic_size(least: int = 0) -> Size:
 def _on_cpu(op: str, **tensors: Tensor | Sequence[Tensor] | None) -> None:
     """Refuse what the op itself would refuse when it runs, in the same words."""
     for name, value in tensors.items():
-        listed = value is not None and not isinstance(value, Tensor)
-        for i, tensor in enumerate(value if listed else [value]):
+        if value is None or isinstance(value, Tensor):
+            named = {name: value}
+        else:
+            named = {f"{name}[{i}]": tensor for i, tensor in enumerate(value)}
+        for argument, tensor in named.items():
             if tensor is not None and tensor.device.type != "cpu":
-                argument = f"{name}[{i}]" if listed else name
                 raise ValueError(
                     f"multipack::{op} runs on the CPU, but {argument} is on {tensor.device}: "
                     "move it there with .cpu(), and the results back"
                 )
 
 
-@torch.library.register_fake("multipack::plan")
+@_shape_of("plan")
 def _plan(
     lengths: Tensor,
     label_counts: Tensor | None,
@@ -56,7 +67,7 @@ def _plan(
     )
 
 
-@torch.library.register_fake("multipack::microbatch")
+@_shape_of("microbatch")
 def _microbatch(
     index: Tensor, row_offsets: Tensor, batch_offsets: Tensor, world_size: int, rank: int, k: int
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +78,7 @@ def _microbatch(
     )
 
 
-@torch.library.register_fake("multipack::label_counts")
+@_shape_of("label_counts")
 def _label_counts(
     labels: Tensor, offsets: Tensor, *, max_sample_len: int = 0, mask_first_label: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +90,7 @@ def _label_counts(
     )
 
 
-@torch.library.register_fake("multipack::collate")
+@_shape_of("collate")
 def _collate(
     tokens: Tensor,
     offsets: Tensor,
@@ -103,7 +114,7 @@ def _collate(
     return _batch(row_offsets, row_len, attention_mask, mask_dtype)
 
 
-@torch.library.register_fake("multipack::collate_list")
+@_shape_of("collate_list")
 def _collate_list(
     input_ids: Sequence[Tensor],
     row_offsets: Tensor,
@@ -149,7 +160,7 @@ def _row_len(row_len: Size) -> Size:
     return _dynamic_size() if isinstance(row_len, int) and row_len == 0 else row_len
 
 
-@torch.library.register_fake("multipack::pack_values")
+@_shape_of("pack_values")
 def _pack_values(
     values: Tensor,
     offsets: Tensor,
@@ -163,7 +174,7 @@ def _pack_values(
     return values.new_empty((row_offsets.shape[0] - 1, _row_len(row_len)))
 
 
-@torch.library.register_fake("multipack::block_mask")
+@_shape_of("block_mask")
 def _block_mask(
     segment_ids: Tensor,
     *,
@@ -176,7 +187,7 @@ def _block_mask(
     return segment_ids.new_empty((rows, 1, row_len, row_len), dtype=dtype or torch.bool)
 
 
-@torch.library.register_fake("multipack::boundaries")
+@_shape_of("boundaries")
 def _boundaries(position_ids: Tensor) -> Tensor:
     _on_cpu("boundaries", position_ids=position_ids)
     return position_ids.new_empty(_dynamic_size(1), dtype=torch.int32)

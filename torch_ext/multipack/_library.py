@@ -48,7 +48,7 @@ def load(path: Path) -> None:
                 f"for this torch with '{_REBUILD}'"
             )
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
             f"multipack's library {path} does not load: {error.__cause__ or error}; build it again "

@@ -58,7 +58,7 @@ class PlanTensors(NamedTuple):
     """A plan: samples in rows, rows in microbatches, each as offsets into the level below."""
 
     #: int64: sample numbers, row after row.
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # instead of tuple.index
     #: (rows + 1,) int64: where each row begins in `index`.
     row_offsets: Tensor
     #: (microbatches + 1,) int64: where each microbatch begins among the rows; by microstep, then by
@@ -72,7 +72,7 @@ class Microbatch(NamedTuple):
     """The samples that one rank takes in one forward and backward."""
 
     #: (M,) int64: sample numbers.
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # instead of tuple.index
     #: (R + 1,) int64: where each row begins in `index`.
     row_offsets: Tensor
 
