@@ -196,6 +196,25 @@ fn a_limit_of_samples_holds_in_every_row() {
 }
 
 #[test]
+fn a_limit_does_not_leave_tiny_samples_to_share_nearly_empty_rows() {
+    // Sorted, the large samples fill the first rows and leave only tiny ones, eight to a row.
+    let slots = lengths::lognormal(20_000, 4096, SEED);
+    for (limit, percent) in [(4, 4), (7, 4), (8, 2), (16, 1)] {
+        let bounds = bounds(4096, limit);
+        let rows = best_fit(&slots, bounds);
+        let bound = lower_bound(&slots, bounds) as usize;
+
+        assert_sound(&rows, &slots, bounds);
+        assert!(
+            rows.len() <= first_fit(&slots, bounds).len(),
+            "limit {limit}"
+        );
+        assert!(rows.len() * 100 <= bound * (100 + percent), "limit {limit}");
+        assert!(naive::best_fit_decreasing(&slots, bounds).len() * 100 > bound * 105);
+    }
+}
+
+#[test]
 fn tight_never_makes_more_rows_than_best_fit() {
     for (slots, capacity) in cases().into_iter().step_by(4) {
         for limit in [NO_LIMIT, 1, 3] {

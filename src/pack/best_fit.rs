@@ -23,11 +23,13 @@
 //! such links. This fills rows exactly as the itemwise algorithm does (tests compare the two) in
 //! O(distinct lengths × groups touched), a few ten thousand steps for any number of samples. Then
 //! the samples are dealt to the rows: O(n).
+//!
+//! Where rows may hold only so many samples, sorted order is poor, and [`even_fill`] takes over.
 
 use std::collections::BTreeMap;
 
 use super::patterns::{Part, Patterns};
-use super::{Bounds, Histogram, Rows};
+use super::{Bounds, Histogram, Rows, even_fill};
 use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
@@ -40,7 +42,21 @@ pub fn pack(
     threads: usize,
 ) -> Rows {
     let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
-    fit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
+    fit_within_limit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
+}
+
+/// The rows of best fit, or of even fill where a limit of items makes these fewer.
+pub(super) fn fit_within_limit(histogram: &Histogram, bounds: Bounds) -> Patterns {
+    let best = fit(histogram, bounds);
+    if bounds.limit == u32::MAX || best.total() <= histogram.lower_bound(bounds) {
+        return best;
+    }
+    let even = even_fill::fit(histogram, bounds);
+    if even.total() < best.total() {
+        even
+    } else {
+        best
+    }
 }
 
 /// Rows with equal contents: those of `parent`, and then `times` items of `class`.
@@ -58,7 +74,7 @@ struct Group {
 const EMPTY: u32 = 0;
 
 /// The rows of best fit decreasing, as recipes.
-pub(super) fn fit(histogram: &Histogram, bounds: Bounds) -> Patterns {
+fn fit(histogram: &Histogram, bounds: Bounds) -> Patterns {
     let mut groups = vec![Group {
         parent: EMPTY,
         class: 0,

@@ -13,10 +13,12 @@
 //! | [`next_fit`] | 17.7 % / 28 % / 22 % | O(n) | the dataset's order has to be kept |
 
 pub mod best_fit;
+mod even_fill;
 pub mod first_fit;
 mod histogram;
 pub mod next_fit;
 mod patterns;
+mod stock;
 pub mod tight;
 
 pub use histogram::Histogram;
@@ -31,8 +33,8 @@ use crate::order::Stream;
 pub struct Rows {
     /// Item numbers, row after row.
     pub items: Vec<u32>,
-    /// The tokens of each of these items. Looking them up again would be the dearest part of a plan:
-    /// millions of reads all over the memory.
+    /// The tokens of each of these items. Looking them up again would be the dearest part of a
+    /// plan: millions of reads all over the memory.
     pub slots: Vec<u32>,
     /// Where each row begins; one more entry than rows.
     pub offsets: Vec<u32>,

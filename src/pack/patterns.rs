@@ -114,7 +114,8 @@ impl Patterns {
             {
                 let at = &mut next[part.class as usize];
                 let size = histogram.sizes[part.class as usize];
-                // One item at a time: parts are of one or two, for which a copy of a slice costs more.
+                // One item at a time: parts are of one or two, for which a copy of a slice costs
+                // more.
                 for _ in 0..part.times {
                     to_items[to] = items[*at as usize];
                     to_slots[to] = size;

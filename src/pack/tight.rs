@@ -1,8 +1,8 @@
 //! Tight packing: rows filled to the last token by random search, then the rest taken apart again.
 //!
-//! The right one where best fit is poor: lengths without small samples to fill gaps, long documents,
-//! rows of few samples. Never more rows than best fit, since it starts from them. On long-tailed
-//! lengths there is nothing to gain, and it takes longer.
+//! The right one where best fit is poor: lengths without small samples to fill gaps, long
+//! documents, rows of few samples. Never more rows than best fit, since it starts from them. On
+//! long-tailed lengths there is nothing to gain, and it takes longer.
 //!
 //! | 100,000 lengths, capacity 4096 | best fit, over the bound | tight | time |
 //! |---|---|---|---|
@@ -10,16 +10,16 @@
 //! | uniform from 0.2 to 0.6 of the capacity | 1.60 % | 0.003 % | 0.2 s |
 //! | lognormal | 0.007 % | 0 | 0.1 s |
 //!
-//! A few thousand samples of many lengths leave fewer choices: ten thousand uniform ones stay at the
-//! 1.6 % of best fit.
+//! A few thousand samples of many lengths leave fewer choices: ten thousand uniform ones stay at
+//! the 1.6 % of best fit.
 //!
-//! The idea: with many samples of many lengths nearly every gap can be filled exactly by two or three
-//! of them, in many ways. Which way does not matter for that row, but for the rows to come: a rule
-//! that always takes the largest (or the smallest) that fit uses these up and leaves what does not
-//! combine. Drawing the partners at random keeps the mix of what is left like the mix of the whole,
-//! so that exact fills go on nearly to the end. The few rows that fail can be mended: taken apart
-//! together with some full rows they get another chance (ruin and recreate, Schrimpf and others,
-//! 2000; the exact fills are in the spirit of minimum bin slack, Gupta and Ho, 1999).
+//! The idea: with many samples of many lengths nearly every gap can be filled exactly by two or
+//! three of them, in many ways. Which way does not matter for that row, but for the rows to come: a
+//! rule that always takes the largest (or the smallest) that fit uses these up and leaves what does
+//! not combine. Drawing the partners at random keeps the mix of what is left like the mix of the
+//! whole, so that exact fills go on nearly to the end. The few rows that fail can be mended: taken
+//! apart together with some full rows they get another chance (ruin and recreate, Schrimpf and
+//! others, 2000; the exact fills are in the spirit of minimum bin slack, Gupta and Ho, 1999).
 //!
 //! ```text
 //! best := the rows of best fit
@@ -40,6 +40,7 @@
 //! [`FIXED_TRIES`] + [`TRIES_PER_ITEM`] × n, a few seconds for ten million samples.
 
 use super::patterns::{Part, Patterns};
+use super::stock::{Row, Stock};
 use super::{Bounds, Histogram, Rows, best_fit};
 use crate::order::Stream;
 
@@ -79,12 +80,18 @@ fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
     let bound = histogram.lower_bound(bounds);
     let items: u64 = histogram.counts.iter().map(|&c| u64::from(c)).sum();
     let mut tries = FIXED_TRIES + TRIES_PER_ITEM * items;
-    let mut best = best_fit::fit(histogram, bounds);
+    let mut best = best_fit::fit_within_limit(histogram, bounds);
     for appetite in APPETITES {
         if best.total() <= bound || tries == 0 {
             return best;
         }
-        let made = Filling::new(histogram, bounds, stream, &mut tries).fill(appetite, PACES[0]);
+        let filling = Filling {
+            stock: Stock::new(histogram, bounds),
+            bounds,
+            stream: &mut *stream,
+            tries: &mut tries,
+        };
+        let made = filling.fill(appetite, PACES[0]);
         if made.total() < best.total() {
             best = made;
         }
@@ -97,7 +104,13 @@ fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
         let appetite = APPETITES[stream.below(APPETITES.len() as u32) as usize];
         let pace = PACES[round as usize % PACES.len()];
         let part = histogram_of(&opened, histogram);
-        let made = Filling::new(&part.histogram, bounds, stream, &mut tries).fill(appetite, pace);
+        let filling = Filling {
+            stock: Stock::new(&part.histogram, bounds),
+            bounds,
+            stream: &mut *stream,
+            tries: &mut tries,
+        };
+        let made = filling.fill(appetite, pace);
         // As many rows are welcome too: the search moves on.
         if made.total() <= opened.total() {
             best = kept;
@@ -113,8 +126,8 @@ fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
     best
 }
 
-/// Divides the rows into those that stay, and those to be filled again: all with space, and a random
-/// part of the full ones.
+/// Divides the rows into those that stay, and those to be filled again: all with space, and a
+/// random part of the full ones.
 fn take_apart(
     patterns: &Patterns,
     histogram: &Histogram,
@@ -179,90 +192,31 @@ fn histogram_of(patterns: &Patterns, whole: &Histogram) -> PartOfHistogram {
 }
 
 /// A filling of rows under way.
-struct Filling<'a, L> {
-    sizes: &'a [u32],
+struct Filling<'a> {
+    stock: Stock<'a>,
     bounds: Bounds,
     stream: &'a mut Stream,
     tries: &'a mut u64,
-    /// From a size to the largest class not above it.
-    lookup: L,
-    /// Items left of each class.
-    left: Vec<u32>,
-    /// A class at or after each one that has items left, found by following the links.
-    next: Vec<u32>,
-    /// One past the smallest class that has items left.
-    end: u32,
 }
 
-/// The items of a row, as classes, and the space that they leave.
-#[derive(Clone)]
-struct Row {
-    classes: Vec<u32>,
-    space: u32,
-}
-
-impl<'a> Filling<'a, ()> {
-    fn new(
-        histogram: &'a Histogram,
-        bounds: Bounds,
-        stream: &'a mut Stream,
-        tries: &'a mut u64,
-    ) -> Filling<'a, impl Fn(u32) -> u32> {
-        let classes = histogram.len() as u32;
-        Filling {
-            sizes: &histogram.sizes,
-            bounds,
-            stream,
-            tries,
-            lookup: histogram.lookup(),
-            left: histogram.counts.clone(),
-            next: (0..=classes).collect(),
-            end: classes,
-        }
-    }
-}
-
-impl<L: Fn(u32) -> u32> Filling<'_, L> {
+impl Filling<'_> {
     fn fill(mut self, appetite: u32, pace: u32) -> Patterns {
         let mut patterns = Patterns::default();
-        loop {
-            let largest = self.first_from(0);
-            if largest as usize == self.sizes.len() {
-                return patterns;
-            }
-            while self.left[self.end as usize - 1] == 0 {
-                self.end -= 1;
-            }
+        while let Some(start) = self.stock.start_row() {
             let many_first = self.stream.below(16) < appetite;
-            let mut row = self.find_row(largest, many_first);
-            self.top_up(&mut row);
-            let parts = parts_of(row.classes);
-            let most = parts
-                .iter()
-                .map(|part| self.left[part.class as usize] / part.times)
-                .min();
-            let rows = (most.unwrap_or(1) / pace).max(1);
-            for part in &parts {
-                let left = &mut self.left[part.class as usize];
-                *left -= rows * part.times;
-                if *left == 0 {
-                    self.next[part.class as usize] = part.class + 1;
-                }
-            }
-            patterns.push(parts, rows);
+            let mut row = self.fill_row(start, many_first);
+            self.stock.top_up(&mut row);
+            self.stock.make(row, pace, &mut patterns);
         }
+        patterns
     }
 
-    /// A row that begins with `largest` and leaves as little space as the tries can find.
-    fn find_row(&mut self, largest: u32, many_first: bool) -> Row {
-        let mut best = Row {
-            space: self.bounds.capacity - self.sizes[largest as usize],
-            classes: vec![largest],
-        };
-        let space = best.space;
-        let most = (space / self.smallest())
+    /// The row that leaves the least space, of those that the tries find.
+    fn fill_row(&mut self, start: Row, many_first: bool) -> Row {
+        let most = (start.space / self.stock.smallest())
             .min(self.bounds.limit - 1)
             .min(MOST_PARTNERS);
+        let mut best = start.clone();
         for step in 1..=most {
             let partners = if many_first { most + 1 - step } else { step };
             // One partner is the largest that fits: there is nothing to draw.
@@ -271,7 +225,7 @@ impl<L: Fn(u32) -> u32> Filling<'_, L> {
                     return best;
                 }
                 *self.tries -= 1;
-                let Some(row) = self.draw(largest, space, partners) else {
+                let Some(row) = self.draw(&start, partners) else {
                     continue;
                 };
                 if row.space < best.space {
@@ -285,87 +239,25 @@ impl<L: Fn(u32) -> u32> Filling<'_, L> {
         best
     }
 
-    /// A row of `largest` and so many partners, all but the last at random among those that leave
-    /// space for the others; none if a draw is in vain.
-    fn draw(&mut self, largest: u32, space: u32, partners: u32) -> Option<Row> {
-        let mut row = Row {
-            classes: vec![largest],
-            space,
-        };
+    /// The row with so many partners for its first item, all but the last at random among those
+    /// that leave space for the others; none if a draw is in vain.
+    fn draw(&mut self, start: &Row, partners: u32) -> Option<Row> {
+        let mut row = start.clone();
         for others in (1..partners).rev() {
-            let most = row.space.checked_sub(others * self.smallest())?;
-            let from = self.first_from((self.lookup)(most));
-            if from >= self.end {
+            let most = row.space.checked_sub(others * self.stock.smallest())?;
+            let from = self.stock.at_most(most);
+            let end = self.stock.end();
+            if from == end {
                 return None;
             }
-            let drawn = from + self.stream.below(self.end - from);
-            let class = self.first_from(drawn);
-            if !self.has(class, &row) {
+            let class = self.stock.first_from(from + self.stream.below(end - from));
+            if !self.stock.has(class, &row) {
                 return None;
             }
-            self.put(class, &mut row);
+            self.stock.put(class, &mut row);
         }
-        let last = self.largest_that_fits(&row)?;
-        self.put(last, &mut row);
+        let last = self.stock.largest_within(row.space, &row)?;
+        self.stock.put(last, &mut row);
         Some(row)
     }
-
-    /// Adds the largest item that fits until none does.
-    fn top_up(&mut self, row: &mut Row) {
-        while (row.classes.len() as u32) < self.bounds.limit {
-            match self.largest_that_fits(row) {
-                Some(class) => self.put(class, row),
-                None => return,
-            }
-        }
-    }
-
-    fn put(&self, class: u32, row: &mut Row) {
-        row.space -= self.sizes[class as usize];
-        row.classes.push(class);
-    }
-
-    fn largest_that_fits(&mut self, row: &Row) -> Option<u32> {
-        let mut class = self.first_from((self.lookup)(row.space));
-        while class < self.end {
-            if self.has(class, row) {
-                return Some(class);
-            }
-            class = self.first_from(class + 1);
-        }
-        None
-    }
-
-    /// Whether an item of `class` is left beside those in the row.
-    fn has(&self, class: u32, row: &Row) -> bool {
-        let used = row.classes.iter().filter(|&&other| other == class).count();
-        class < self.end && self.left[class as usize] as usize > used
-    }
-
-    /// The first class from `class` on that has items left, or the number of classes.
-    fn first_from(&mut self, mut class: u32) -> u32 {
-        // Links of classes without items are shortened on the way (path halving).
-        while self.next[class as usize] != class {
-            let next = self.next[class as usize];
-            self.next[class as usize] = self.next[next as usize];
-            class = next;
-        }
-        class
-    }
-
-    fn smallest(&self) -> u32 {
-        self.sizes[self.end as usize - 1]
-    }
-}
-
-/// Classes as a recipe, equal ones together.
-fn parts_of(mut classes: Vec<u32>) -> Vec<Part> {
-    classes.sort_unstable();
-    classes
-        .chunk_by(|a, b| a == b)
-        .map(|equal| Part {
-            class: equal[0],
-            times: equal.len() as u32,
-        })
-        .collect()
 }
