@@ -48,11 +48,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, or 2 after an error that was told on stderr."""
+    """Runs one command.
+
+    Returns:
+        The exit code: 0; 2 after an error, which is told on stderr; 130 if the user interrupted.
+    """
     try:
         args = _parser().parse_args(argv)
         args.run(args)
     except CliError as error:
         print(f"multipack: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0

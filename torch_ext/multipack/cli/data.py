@@ -74,13 +74,16 @@ class Tokens(NamedTuple):
         """Tokens of each sample, (N,)."""
         return np.diff(self.offsets)
 
-    def select(self, index: npt.NDArray[np.int64]) -> Tokens:
-        """A copy with these samples, in this order."""
-        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
+    def select(self, index: npt.NDArray[np.int64], most: int) -> Tokens:
+        """A copy with these samples, in this order, each cut to its first `most` tokens."""
+        starts, lengths = self.offsets[index], np.minimum(self.lengths[index], most)
+        spans = [
+            slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+        ]
         return Tokens(
             np.concatenate([self.tokens[span] for span in spans]),
             np.concatenate([self.labels[span] for span in spans]),
-            np.concatenate([[0], np.cumsum(self.lengths[index])]),
+            np.concatenate([[0], np.cumsum(lengths)]),
         )
 
 

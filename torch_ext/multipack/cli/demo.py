@@ -8,8 +8,10 @@ offline, on the CPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,21 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--data", type=Path, metavar="FILE.jsonl", help="your own samples")
     option(
         "--tokens",
-        type=_positive,
-        default=40_000,
+        type=_integer_from(1),
+        default=30_000,
         metavar="N",
         help="supervised tokens that each of the two runs learns from (default: %(default)s)",
     )
     option(
         "--sequence-len",
-        type=_positive,
+        type=_integer_from(1),
         default=512,
         metavar="N",
         help="most tokens of a sample, and of a row (default: %(default)s)",
     )
     option(
         "--micro-batch-size",
-        type=_positive,
+        type=_integer_from(1),
         default=8,
         metavar="N",
         help="rows of a microbatch (default: %(default)s)",
@@ -63,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="drop",
         help="what becomes of longer samples (default: %(default)s)",
     )
-    option("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    option(
+        "--seed",
+        type=_integer_from(0),
+        default=0,
+        metavar="N",
+        help="of weights, order and held-out samples (default: %(default)s)",
+    )
     option(
         "--output",
         type=Path,
@@ -73,11 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, found {text!r}")
-    return value
+def _integer_from(least: int) -> Callable[[str], int]:
+    most = 2**31 - 1
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected {least} to {most}, found {text!r}")
+
+    return parse
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     """
     chats = ("chitchat-dataset",) if args.data is None else ()
     require("multipack demo", "demo", (*_PACKAGES, *chats))
-    from . import rows_plot, training
+    from . import training
 
     settings = {
         "sequence_len": args.sequence_len,
@@ -100,44 +112,31 @@ def run(args: argparse.Namespace) -> None:
     packed = multipack.Config(**settings, multipack_real_batches=True)
     padded = multipack.Config(**settings, sample_packing=False)
     learned, held_out, vocabulary = _prepare(args, packed)
-    loaders = {
-        "padded": training.make_loader(learned, padded),
-        "packed": training.make_loader(learned, packed),
-    }
-    for name, loader in loaders.items():
-        if len(loader.sampler) == 0:
-            raise CliError(
-                f"{len(learned.lengths)} samples fill no {name} microbatch of "
-                f"{args.micro_batch_size} rows: give more data or a smaller --micro-batch-size"
-            )
-    # A packed microbatch holds the samples of several padded ones.  So many padded ones make a
-    # step, for otherwise the losses would compare two batch sizes.
-    accumulation = round(len(loaders["padded"].sampler) / len(loaders["packed"].sampler))
-    padded = padded.replace(gradient_accumulation_steps=max(1, accumulation))
-    loaders["padded"] = training.make_loader(learned, padded)
+    loaders = _plan(learned, padded, packed)
+    _draw(args, learned, loaders)
 
     evaluation = training.make_loader(held_out, packed, "eval")
     model = training.make_model(vocabulary, args.sequence_len, args.seed)
     print(
-        f"model: a Llama with {model.num_parameters():,} weights, of which "
+        f"model: a Llama of {model.num_parameters():,} weights, of which "
         f"{vocabulary * model.config.hidden_size:,} embed the {vocabulary:,} ids of cl100k that "
         f"occur\nloss on {len(held_out.lengths):,} held-out samples before training: "
         f"{training.evaluate(model, evaluation):.3f}",
         flush=True,
     )
-    columns = {}
+    runs, losses = {}, {}
     for name, loader in loaders.items():
         model = training.make_model(vocabulary, args.sequence_len, args.seed)
-        run = training.train(name, model, loader, args.tokens)
-        columns[name] = _figures(run, training.evaluate(model, evaluation))
+        runs[name] = training.train(name, model, loader, args.tokens)
+        losses[name] = training.evaluate(model, evaluation)
 
-    print(f"\n{_side_by_side(columns)}")
-    for name, loader in loaders.items():
+    for loader in loaders.values():
         loader.sampler.set_epoch(0)
-        print(f"\nthe plan of the first {name} epoch\n{loader.sampler.plan.stats}")
-    panels = [rows_plot.Panel(name, _rows(learned, loader)) for name, loader in loaders.items()]
-    rows_plot.draw("How rows are filled", panels, args.sequence_len, args.output)
-    print(f"\n{args.output} shows how the rows of the first microbatches are filled")
+    print("\n" + _table("training", {name: _figures(runs[name], losses[name]) for name in runs}))
+    plans = {name: _numbers(loader.sampler.plan.stats) for name, loader in loaders.items()}
+    print("\n" + _table("plan of the first epoch", plans))
+    share = runs["packed"].seconds / runs["padded"].seconds
+    print(f"\npacked, the same learning took {share:.0%} of the time")
 
 
 def _prepare(args: argparse.Namespace, config: multipack.Config) -> tuple[Tokens, Tokens, int]:
@@ -167,10 +166,47 @@ def _prepare(args: argparse.Namespace, config: multipack.Config) -> tuple[Tokens
             f"{source}: {len(kept)} of {len(lengths)} samples can be used, "
             "but one to train on and one to hold out are needed"
         )
-    samples, vocabulary = data.renumber(everything.select(kept))
+    samples, vocabulary = data.renumber(everything.select(kept, most=args.sequence_len))
     order = np.random.default_rng(args.seed).permutation(len(kept))
-    held_out = max(1, round(_HELD_OUT * len(order)))
-    return samples.select(order[held_out:]), samples.select(order[:held_out]), vocabulary
+    learned, held_out = np.split(order, [-max(1, round(_HELD_OUT * len(order)))])
+    most = args.sequence_len
+    return samples.select(learned, most), samples.select(held_out, most), vocabulary
+
+
+def _plan(learned: Tokens, padded: multipack.Config, packed: multipack.Config) -> dict[str, Loader]:
+    """The two layouts of the training samples, by name."""
+    from . import training
+
+    with warnings.catch_warnings():
+        # An empty plan is told below, in the words of this command.
+        warnings.simplefilter("ignore")
+        loaders = {
+            "padded": training.make_loader(learned, padded),
+            "packed": training.make_loader(learned, packed),
+        }
+    for name, loader in loaders.items():
+        if len(loader.sampler) == 0:
+            raise CliError(
+                f"{len(learned.lengths)} samples fill no {name} microbatch of "
+                f"{packed.micro_batch_size} rows: give more data or a smaller --micro-batch-size"
+            )
+    # A packed microbatch holds the samples of several padded ones. So many padded ones make a step,
+    # for otherwise the losses would compare two batch sizes.
+    ratio = round(len(loaders["padded"].sampler) / len(loaders["packed"].sampler))
+    padded = padded.replace(gradient_accumulation_steps=max(1, ratio))
+    return {**loaders, "padded": training.make_loader(learned, padded)}
+
+
+def _draw(args: argparse.Namespace, learned: Tokens, loaders: dict[str, Loader]) -> None:
+    """Writes the picture; before training, so that a path that does not work is told at once."""
+    from . import rows_plot
+
+    panels = [rows_plot.Panel(name, _rows(learned, loader)) for name, loader in loaders.items()]
+    try:
+        rows_plot.draw("How the rows of a batch are filled", panels, args.sequence_len, args.output)
+    except OSError as error:
+        raise CliError(f"cannot write {args.output}: {error.strerror or error}") from error
+    print(f"picture of the first microbatches: {args.output}")
 
 
 def _rows(data: Tokens, loader: Loader) -> list[list[Row]]:
@@ -180,8 +216,7 @@ def _rows(data: Tokens, loader: Loader) -> list[list[Row]]:
 
     config, plan = loader.sampler.config, loader.sampler.plan
     supervised = [
-        data.labels[start:end][: config.sequence_len] != IGNORED
-        for start, end in itertools.pairwise(data.offsets)
+        data.labels[start:end] != IGNORED for start, end in itertools.pairwise(data.offsets)
     ]
     microbatches = []
     for k in range(min(_DRAWN_MICROBATCHES, len(plan))):
@@ -209,9 +244,25 @@ def _figures(run: Run, held_out_loss: float) -> dict[str, str]:
     }
 
 
-def _side_by_side(columns: dict[str, dict[str, str]]) -> str:
-    """The figures of all runs as a table, a line for each label."""
-    lines = [f"{'':40}" + "".join(f"{name:>12}" for name in columns)]
-    for label in next(iter(columns.values())):
-        lines.append(f"{label:40}" + "".join(f"{column[label]:>12}" for column in columns.values()))
+def _numbers(stats: multipack.Stats) -> dict[str, str]:
+    """What is told of a plan, by label."""
+    numbers = {
+        "retained_samples": stats.retained,
+        "unused_samples": stats.unused_samples,
+        **dataclasses.asdict(stats.after),
+    }
+    return {
+        name.replace("_", " "): f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+        for name, value in numbers.items()
+        if value is not None
+    }
+
+
+def _table(title: str, columns: dict[str, dict[str, str]]) -> str:
+    """Columns of figures side by side, a line for each label; "-" where a column lacks it."""
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    lines = [f"{title:40}" + "".join(f"{name:>12}" for name in columns)]
+    for label in labels:
+        cells = (column.get(label, "-") for column in columns.values())
+        lines.append(f"{label:40}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)

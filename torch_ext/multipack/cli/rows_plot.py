@@ -91,7 +91,7 @@ def draw(title: str, panels: list[Panel], sequence_len: int, path: Path) -> None
         frameon=False,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _height(panel: Panel) -> float:
@@ -110,7 +110,7 @@ def _draw_panel(axes: Axes, panel: Panel, sequence_len: int) -> None:
                 light, dark = next(shades)
                 y = (top + i + (1 - _BAR) / 2, _BAR)
                 axes.broken_barh([(start, len(sample))], y, facecolor=light)
-                axes.broken_barh(_spans(sample, start), y, facecolor=dark)
+                axes.broken_barh(spans(sample, start), y, facecolor=dark)
                 # A thin white line parts neighbours of any colour.
                 axes.vlines(start, y[0], y[0] + _BAR, color="white", linewidth=0.8)
                 start += len(sample)
@@ -129,7 +129,7 @@ def _draw_panel(axes: Axes, panel: Panel, sequence_len: int) -> None:
     axes.set_title(f"{panel.name}: {_summary(everything)}", loc="left", fontsize=10)
 
 
-def _spans(supervised: npt.NDArray[np.bool_], start: int) -> list[tuple[int, int]]:
+def spans(supervised: npt.NDArray[np.bool_], start: int) -> list[tuple[int, int]]:
     """Place in the row and length of each run of supervised tokens of a sample at `start`."""
     edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))
     return [(start + int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]

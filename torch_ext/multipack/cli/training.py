@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import multipack
-import torch
 
 from .data import IGNORED, PADDING, Tokens
 
