@@ -358,6 +358,13 @@ def test_an_over_long_sample_can_be_an_error(
     )
 
 
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    assert re.search(r"^ +demo +train a small model", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_an_absent_package_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

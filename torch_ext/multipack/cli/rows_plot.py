@@ -73,7 +73,7 @@ def draw(title: str, panels: list[Panel], sequence_len: int, path: Path) -> None
     heights = [_height(panel) for panel in panels]
     figure = Figure(figsize=(12, 1.6 + 0.13 * sum(heights) + 0.6 * len(panels)), dpi=130)
     FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.08)
+    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.12)
     figure.suptitle(title, fontsize=13, fontweight="bold")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, panel in zip(all_axes[:, 0], panels, strict=True):
@@ -135,11 +135,18 @@ def spans(supervised: npt.NDArray[np.bool_], start: int) -> list[tuple[int, int]
     return [(start + int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
 
 
+def _totals(rows: list[Row]) -> tuple[int, int, int]:
+    """Samples, their tokens, and all tokens with the padding."""
+    return (
+        sum(len(row.samples) for row in rows),
+        sum(row.real_tokens for row in rows),
+        sum(row.width for row in rows),
+    )
+
+
 def _counts(rows: list[Row]) -> str:
-    real = sum(row.real_tokens for row in rows)
-    computed = sum(row.width for row in rows)
+    samples, real, computed = _totals(rows)
     supervised = sum(row.supervised_tokens for row in rows)
-    samples = sum(len(row.samples) for row in rows)
     return (
         f"{samples} samples\n{real:,} of {computed:,} tokens\nare real ({real / computed:.1%}),\n"
         f"{supervised:,} supervised"
@@ -147,9 +154,7 @@ def _counts(rows: list[Row]) -> str:
 
 
 def _summary(rows: list[Row]) -> str:
-    real = sum(row.real_tokens for row in rows)
-    computed = sum(row.width for row in rows)
-    samples = sum(len(row.samples) for row in rows)
+    samples, real, computed = _totals(rows)
     return (
         f"{len(rows)} rows hold {samples} samples; "
         f"{1 - real / computed:.1%} of {computed:,} tokens are padding"
