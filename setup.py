@@ -12,6 +12,7 @@ run with.
 import json
 import os
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -84,6 +85,11 @@ def forget_build_folder(library: Path) -> None:
 
 class Wheel(bdist_wheel):
     """A wheel for any Python 3 on this platform."""
+
+    def run(self) -> None:
+        """Build from nothing: setuptools would pack modules of an earlier build that are gone."""
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag."""
