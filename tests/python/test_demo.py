@@ -194,6 +194,17 @@ def test_the_loss_is_that_of_the_model() -> None:
     torch.testing.assert_close(loss / 3, model(input_ids=ids, labels=labels).loss)
 
 
+@pytest.mark.parametrize(("load", "threads"), [(0.2, 4), (4.6, 3), (7.4, 1), (30.0, 1)])
+def test_threads_are_as_many_as_idle_cores(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    torch.set_num_threads(4)
+    assert training.use_idle_cores() == threads
+    assert torch.get_num_threads() == threads
+
+
 def test_equal_seeds_give_equal_weights() -> None:
     first, same, other = (training.make_model(11, 8, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], same[name]) for name in first)

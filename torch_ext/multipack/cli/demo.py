@@ -115,15 +115,16 @@ def run(args: argparse.Namespace) -> None:
     loaders = _plan(learned, padded, packed)
     _draw(args, learned, loaders)
 
+    threads = training.use_idle_cores()
     evaluation = training.make_loader(held_out, packed, "eval")
     model = training.make_model(vocabulary, args.sequence_len, args.seed)
     print(
         f"model: a Llama of {model.num_parameters():,} weights, of which "
         f"{vocabulary * model.config.hidden_size:,} embed the {vocabulary:,} ids of cl100k that "
-        f"occur\nloss on {len(held_out.lengths):,} held-out samples before training: "
-        f"{training.evaluate(model, evaluation):.3f}",
-        flush=True,
+        f"occur; threads: {threads}"
     )
+    untrained = training.evaluate(model, evaluation)
+    print(f"held out: {len(held_out.lengths):,} samples, loss before training: {untrained:.3f}")
     runs, losses = {}, {}
     for name, loader in loaders.items():
         model = training.make_model(vocabulary, args.sequence_len, args.seed)
