@@ -205,15 +205,21 @@ def test_length_iteration_and_state_need_no_other_rank(monkeypatch: pytest.Monke
     assert made.state_dict()["epoch"] == 1
 
 
-def test_an_epoch_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int] = []
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """List the epochs that are planned from here on."""
+    epochs: list[int] = []
     plan = ops.plan
 
-    def counted(*arguments: Any) -> Any:
-        planned.append(arguments[4])
+    def listed(*arguments: Any) -> Any:
+        epochs.append(arguments[4])
         return plan(*arguments)
 
-    monkeypatch.setattr(ops, "plan", counted)
+    monkeypatch.setattr(ops, "plan", listed)
+    return epochs
+
+
+def test_an_epoch_is_planned_once(planned: list[int]) -> None:
     made = sampler()
     len(made)
     list(made)
@@ -222,6 +228,47 @@ def test_an_epoch_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     list(made)
 
     assert planned == [0, 1]
+
+
+def test_what_was_planned_to_count_steps_is_not_planned_again(planned: list[int]) -> None:
+    made = sampler(sample_packing_algorithm="next_fit")
+    steps = made.total_steps(3)
+    for _ in range(3):
+        assert len(made) == len(list(made))
+
+    assert steps == made.total_steps(3)
+    assert planned == [0, 1, 2]
+
+
+def test_where_all_epochs_are_alike_one_is_planned_to_count_steps(planned: list[int]) -> None:
+    sampler().total_steps(50)
+
+    assert planned == [0]
+
+
+def test_plans_that_take_too_much_are_counted_and_not_kept(
+    planned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipack.sampler, "_KEPT_BYTES", 1000)
+    made = sampler(sample_packing_algorithm="next_fit")
+
+    steps = made.total_steps(20)
+    assert steps == made.total_steps(20)
+    assert planned == list(range(20))
+    for _ in range(20):
+        list(made)
+
+    again = planned[20:]
+    assert 20 - len(again) > 2
+    assert again == list(range(20 - len(again), 20))
+
+
+def test_the_state_at_the_end_of_the_last_epoch_plans_no_further_one(planned: list[int]) -> None:
+    made = sampler()
+    list(made)
+
+    assert made.state_dict()["epoch"] == 1
+    assert planned == [0]
 
 
 @pytest.mark.parametrize(
@@ -446,19 +493,6 @@ def test_consumption_is_counted_per_rank_where_all_are_yielded() -> None:
     assert made.state_dict()["position"] == 6
 
 
-def test_more_cannot_be_consumed_than_was_yielded() -> None:
-    made = six_batches()
-    take(iter(made), 2)
-
-    with pytest.raises(ValueError) as caught:
-        made.consumed(3)
-
-    assert (
-        str(caught.value)
-        == "3 microbatches are said to be consumed, but this iteration has yielded 2"
-    )
-
-
 SAVED = {"micro_batch_size": 2, "world_size": 2, "rank": 0, "seed": 5}
 
 
@@ -545,12 +579,13 @@ def test_a_position_past_the_end_is_refused() -> None:
 )
 def test_a_copy_goes_on_like_the_original(copied: Any) -> None:
     made = six_batches(world_size=2, rank=1)
-    state = made.state_dict() | {"epoch": 2, "position": 4}
-    made.load_state_dict(state)
+    made.set_epoch(2)
+    take(iter(made), 4)
+    made.load_state_dict(made.state_dict())
 
     other = copied(made)
 
-    assert state == other.state_dict()
+    assert made.state_dict() == other.state_dict()
     assert list(made) == list(other)
     assert list(made) == list(other)
 

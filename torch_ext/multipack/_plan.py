@@ -204,7 +204,7 @@ def plan(
     Warns:
         UserWarning: For what the planner finds odd, such as an epoch without any sample.
     """
-    return plan_tensors(
+    made = plan_tensors(
         int64_tensor("lengths", lengths),
         None if label_counts is None else int64_tensor("label_counts", label_counts),
         None if label_starts is None else bool_tensor("label_starts", label_starts),
@@ -212,6 +212,8 @@ def plan(
         integer("epoch", epoch),
         checked_split(split),
     )
+    warn_of(made, stacklevel=3)
+    return made
 
 
 def plan_tensors(
@@ -222,14 +224,18 @@ def plan_tensors(
     epoch: int,
     split: Split,
 ) -> Plan:
-    """Plan from tensors and settings that are already checked; see `plan`."""
+    """Plan from tensors and settings that are already checked, without warnings; see `plan`."""
     index, row_offsets, batch_offsets, report = ops.plan(
         lengths, label_counts, label_starts, config.to_json(), epoch, split == "eval"
     )
     facts = json.loads(report.numpy().tobytes())
-    for text in facts["warnings"]:
-        warnings.warn(text, stacklevel=3)
     return Plan(index, row_offsets, batch_offsets, config, facts)
+
+
+def warn_of(plan: Plan, stacklevel: int) -> None:
+    """Warn of what the planner found odd; `stacklevel` as for `warnings.warn`."""
+    for text in plan.report["warnings"]:
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 def label_counts(

@@ -12,6 +12,8 @@ alone, and agree because the plans do.
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -19,19 +21,14 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer
 from multipack._config import Config, Split, batch_size, checked_split, layout, make_config
-from multipack._plan import Plan, plan_tensors
+from multipack._plan import Plan, plan_tensors, warn_of
+from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
 
 Batch: TypeAlias = "list[list[int]] | list[int]"
 
 _VERSION = 1
-# These shape the tensors of a batch and not the order of samples, so they may change between save
-# and load.
-_SHAPE_KEYS = (
-    "pad_to_multiple_of",
-    "pad_to_sequence_len",
-    "padded_tail",
-    "streaming_multipack_buffer_size",
-)
+# Plans of later epochs are kept from `total_steps` on while they take no more than this.
+_KEPT_BYTES = 1 << 30
 
 
 @dataclasses.dataclass
@@ -40,9 +37,11 @@ class _Pass:
 
     epoch: int
     start: int
-    count: int
+    count: int = 0
     yielded: int = 0
     consumed: int = 0
+    fault: str | None = None
+    """Why the position of this iteration is not known; None: it is."""
 
 
 class MultipackBatchSampler(Sampler[Batch]):
@@ -54,8 +53,8 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     `len()` is the number of microbatches that a pass of the current epoch yields. It is exact
     because it is read off the epoch's plan, which is made once, when it is first needed. On
-    shuffled data, ``first_fit``, ``next_fit`` and a group size can give another number in another
-    epoch: `len()` then follows `set_epoch`.
+    shuffled data, all algorithms but ``best_fit_decreasing``, and a group size, can give another
+    number in another epoch: `len()` then follows `set_epoch`.
 
     An iteration begins at the start of the epoch or, after `load_state_dict`, at the position
     loaded, until that epoch has been passed: a peek at the first batch loses nothing. After a full
@@ -71,6 +70,8 @@ class MultipackBatchSampler(Sampler[Batch]):
             Needed when `world_size` is more than 1.
         label_starts: (N,) bools, as for `plan`.
         split (str): ``train`` or ``eval``.
+        fingerprint (str): What names the contents of the data set, such as the fingerprint that
+            Hugging Face keeps. It is saved with the position; a change alone is warned about.
         **keys: Settings by name; they override those of `config`.
 
     Raises:
@@ -94,11 +95,19 @@ class MultipackBatchSampler(Sampler[Batch]):
         rank: int | Literal["all"] | None = None,
         label_starts: Bools | None = None,
         split: Split = "train",
+        fingerprint: str | None = None,
         **keys: Any,
     ) -> None:
+        if isinstance(lengths, Sampler):
+            raise TypeError(
+                "lengths is a sampler: a framework seems to build the batch sampler anew, to share "
+                "it out over ranks, which it does by itself; tell the framework to leave it alone "
+                "(Lightning: Trainer(use_distributed_sampler=False))"
+            )
         self.config = make_config(config, keys)
         self.rank = _checked_rank(rank, self.config.world_size)
         self.split = checked_split(split)
+        self.fingerprint = fingerprint
         self._lengths = int64_tensor("lengths", lengths)
         self._label_counts = (
             None if label_counts is None else int64_tensor("label_counts", label_counts)
@@ -110,12 +119,19 @@ class MultipackBatchSampler(Sampler[Batch]):
         self.batch_size = 1 if self._layout == "one_row" else batch_size(self.config, split)
         self.drop_last = split == "train" and self.config.incomplete_batches == "drop"
         self.sampler = SequentialSampler(range(self._lengths.numel()))
-        self._cached: Plan | None = None
+        # The current epoch's plan, and those of later epochs that `total_steps` made.
+        self._plans: dict[int, Plan] = {}
+        # Of every epoch that was planned: the microbatches of each rank, and the plan's digest.
+        self._counts: dict[int, int] = {}
+        self._digests: dict[int, str] = {}
         self._epoch = 0
         self._start = 0
+        self._latest = _Pass(0, 0)
         self._state_follows_consumed = False
         # Plans at once, so that what cannot be planned fails here and not at the first batch.
-        self._go_to(0, 0)
+        report = self.plan.report
+        self._inputs: Mapping[str, Any] = report["inputs"]
+        self._plan_version: int = report["version"]
 
     def __len__(self) -> int:
         """Microbatches that a whole pass of the current epoch yields."""
@@ -134,8 +150,10 @@ class MultipackBatchSampler(Sampler[Batch]):
     @property
     def plan(self) -> Plan:
         """The plan of the current epoch; its `stats` tell how full and how even it is."""
-        self._cached = self._plan_of(self._epoch)
-        return self._cached
+        plan = self._plan_of(self._epoch)
+        here = plan.report["epoch"]
+        self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= here}
+        return plan
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the current one keeps its position.
@@ -156,7 +174,8 @@ class MultipackBatchSampler(Sampler[Batch]):
     def total_steps(self, epochs: int) -> int:
         """Count the optimizer steps of a training, an incomplete last step of each epoch included.
 
-        Where the number of microbatches differs by epoch, each epoch is planned to be counted.
+        Where the number of microbatches differs by epoch, each epoch is planned to be counted. Its
+        plan is kept for its turn, as long as those kept take less than a gibibyte.
 
         Args:
             epochs (int): How many epochs, beginning with epoch 0.
@@ -172,7 +191,12 @@ class MultipackBatchSampler(Sampler[Batch]):
         accumulation = self.config.gradient_accumulation_steps
         if self._every_epoch_has_the_same_count():
             return epochs * -(-len(self.plan) // accumulation)
-        return sum(-(-len(self._plan_of(epoch)) // accumulation) for epoch in range(epochs))
+        for epoch in range(epochs):
+            if epoch not in self._counts:
+                self._plan_of(epoch)
+                if epoch < self._epoch or sum(map(_bytes, self._plans.values())) > _KEPT_BYTES:
+                    del self._plans[epoch]
+        return sum(-(-self._counts[epoch] // accumulation) for epoch in range(epochs))
 
     def consumed(self, n: int = 1) -> None:
         """Say that this rank has trained on `n` more microbatches of the latest iteration.
@@ -180,77 +204,154 @@ class MultipackBatchSampler(Sampler[Batch]):
         From the first call on, the state follows what was consumed. Until then it follows what was
         yielded, which is ahead by what the workers of a DataLoader have fetched.
 
+        More than was yielded cannot have been consumed. That is no reason to stop a training: the
+        position of this iteration counts as unknown, and its states say so.
+
         Args:
             n (int): Microbatches since the last call.
 
         Raises:
             TypeError: If it is not an integer.
-            ValueError: If it is negative, or more were consumed than yielded.
+            ValueError: If it is negative.
+
+        Warns:
+            UserWarning: If the position is no longer known.
         """
-        consumed = self._latest.consumed + integer("n", n, least=0) * self._ranks_yielded
-        if consumed > self._latest.yielded:
-            raise ValueError(
-                f"{consumed} microbatches are said to be consumed, but this iteration has yielded "
-                f"{self._latest.yielded}"
-            )
-        self._latest.consumed = consumed
+        latest = self._latest
+        latest.consumed += integer("n", n, least=0) * self._ranks_yielded
         self._state_follows_consumed = True
+        if latest.consumed > latest.yielded and latest.fault is None:
+            latest.fault = (
+                f"{latest.consumed} microbatches were said to be consumed when the iteration had "
+                f"yielded {latest.yielded}"
+            )
+            warnings.warn(
+                f"states of this iteration will not hold a position: {latest.fault}", stacklevel=2
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain data, which ``torch.load(weights_only=True)`` reads.
 
         Returns:
-            dict[str, Any]: The version of this format; what the order of samples depends on: the
-                settings, the split, ``order`` (``rank`` or ``all``), digests of the lengths and of
-                the label counts; and the ``epoch`` with the ``position``, the microbatches of it
-                that are done. At the end of a step it is the same on every rank, so one rank's
-                state serves all.
+            dict[str, Any]: The `version` of this format; what the order of samples depends on
+                (`settings`, `split`, `order`, which is ``rank`` or ``all``, digests of lengths,
+                label counts and plan, the planner's version) and the data set's `fingerprint`; the
+                `epoch` with the `position`, the microbatches of it that are done. At the end of a
+                step it is the same on every rank, so one rank's state serves all. If the position
+                is not known, it is None, and `replay_error` says why.
         """
         latest = self._latest
         done = latest.consumed if self._state_follows_consumed else latest.yielded
         epoch, position = latest.epoch, latest.start + done
         if done > 0 and position >= latest.count:
             epoch, position = epoch + 1, 0
-        return {"version": _VERSION, **self._identity(), "epoch": epoch, "position": position}
+        state = {
+            "version": _VERSION,
+            **self._identity(),
+            "settings_digest": self._inputs["settings"],
+            # The next epoch need not be planned to say that it has not begun.
+            "plan_digest": self._digests.get(0 if self.split == "eval" else epoch),
+            "fingerprint": self.fingerprint,
+            "epoch": epoch,
+            "position": position,
+            "replay_error": None,
+        }
+        if latest.fault is not None:
+            state |= {"epoch": latest.epoch, "position": None, "replay_error": latest.fault}
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, ignore_data_skip: bool = False) -> None:
         """Go to a saved position: the next iteration goes on from there.
+
+        A checkpoint that was written without this sampler has no such state, but its trainer knows
+        how far it was. That is taken as ``{"epoch": 1.25}``, a number of epochs as trainers count
+        them, or ``{"epoch": 1, "batches": 6}``, microbatches of each rank in an epoch. Nothing says
+        whether the order was the same, so such a position must at least be the end of an optimizer
+        step.
 
         Args:
             state (Mapping): What `state_dict` returned, here or on another rank.
+            ignore_data_skip (bool): Do not go to the position, nor compare anything: start at the
+                beginning of the epoch that was saved, or stay in the current one if none was.
+                Samples may be repeated or skipped.
 
         Raises:
-            ValueError: If it is of another version, or was saved with other settings, lengths or
-                label counts; the sampler is then as it was.
+            TypeError: If an epoch or position is no number.
+            ValueError: If the state is of another version, was saved in another order of samples,
+                or holds no usable position; the sampler is then as it was.
+
+        Warns:
+            UserWarning: If nothing but the data set's fingerprint has changed.
         """
-        if state.get("version") != _VERSION:
-            raise ValueError(
-                f"the state has version {state.get('version')}, but this release reads "
-                f"version {_VERSION}"
-            )
-        saved, current = _flat(state), _flat(self._identity())
-        differences = [
-            f"{key} was {saved.get(key)!r} and is now {value!r}"
-            for key, value in current.items()
-            if saved.get(key) != value
-        ]
-        if differences:
-            raise ValueError(
-                "the state belongs to another order of samples: " + "; ".join(differences)
-            )
+        if ignore_data_skip:
+            epoch = state.get("epoch")
+            if isinstance(epoch, int | float) and math.isfinite(epoch) and epoch >= 0:
+                self._go_to(int(epoch), 0)
+            else:
+                self._go_to(self._epoch, 0)
+            return
+        if "version" not in state and "epoch" in state:
+            epoch, position = self._epoch_position(state)
+        else:
+            epoch, position = self._saved_position(state)
+        count = self._count(self._plan_of(epoch))
+        if position > count:
+            raise ValueError(f"position is {position}, but epoch {epoch} has {count} microbatches")
+        if position == count > 0:
+            epoch, position = epoch + 1, 0
+        self._go_to(epoch, position)
+
+    def _saved_position(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the epoch and the position of a state, which must belong to this order."""
+        refuse_other_version(state, _VERSION)
+        refuse_differences(state, self._identity())
+        if state["replay_error"] is not None:
+            raise unavailable(state["replay_error"])
         epoch = integer("epoch", state["epoch"], least=0)
         position = integer("position", state["position"], least=0)
         plan = self._plan_of(epoch)
-        if position > self._count(plan):
-            raise ValueError(
-                f"position is {position}, but epoch {epoch} has {self._count(plan)} microbatches"
+        same_settings = state["settings_digest"] == self._inputs["settings"]
+        if state["plan_digest"] is not None and same_settings:
+            refuse_differences(state, {"plan_digest": plan.digest})
+        before, now = state["fingerprint"], self.fingerprint
+        if before is not None and now is not None and before != now:
+            warnings.warn(
+                f"the data set's fingerprint was {before!r} and is now {now!r}; lengths and label "
+                "counts are the same, so the order is too, but the texts may be others",
+                stacklevel=3,
             )
-        self._cached = plan
-        self._go_to(epoch, position)
+        return epoch, position
+
+    def _epoch_position(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the epoch and the position of a state that a trainer without this sampler kept."""
+        epoch = state["epoch"]
+        if "batches" in state:
+            whole, done = integer("epoch", epoch, least=0), integer("batches", state["batches"], 0)
+        else:
+            if isinstance(epoch, bool) or not isinstance(epoch, int | float):
+                raise TypeError(f"epoch is {epoch!r}, but must be a number")
+            if not (math.isfinite(epoch) and epoch >= 0):
+                raise unavailable(f"the saved epoch is {epoch}")
+            whole = int(epoch)
+            count = len(self._plan_of(whole))
+            part = (epoch - whole) * count
+            done = round(part)
+            if abs(part - done) > 1e-3:
+                raise unavailable(
+                    f"the saved epoch {epoch} is {part:.3f} microbatches into epoch {whole}, which "
+                    f"has {count}, and not a whole number of them"
+                )
+        accumulation = self.config.gradient_accumulation_steps
+        if done % accumulation and done < len(self._plan_of(whole)):
+            raise unavailable(
+                f"{done} microbatches into epoch {whole} is not the end of an optimizer step of "
+                f"{accumulation}"
+            )
+        return whole, done * self._ranks_yielded
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan is made again where it is needed, for less than it would cost to send.
-        return {**self.__dict__, "_cached": None}
+        return {**self.__dict__, "_plans": {}}
 
     @property
     def _ranks_yielded(self) -> int:
@@ -278,17 +379,27 @@ class MultipackBatchSampler(Sampler[Batch]):
     def _go_to(self, epoch: int, position: int) -> None:
         """Stand at a position; an iteration under way no longer counts."""
         self._epoch, self._start = epoch, position
-        self._latest = _Pass(epoch, position, len(self))
+        self._latest = _Pass(epoch, position)
 
     def _plan_of(self, epoch: int) -> Plan:
-        """Return the plan of an epoch, which is the cached one if it can be."""
+        """Return the plan of an epoch, made anew if it is not kept."""
         if self.split == "eval":
             epoch = 0  # evaluation has one order
-        if self._cached is not None and self._cached.report["epoch"] == epoch:
-            return self._cached
-        return plan_tensors(
-            self._lengths, self._label_counts, self._label_starts, self.config, epoch, self.split
-        )
+        plan = self._plans.get(epoch)
+        if plan is None:
+            plan = plan_tensors(
+                self._lengths,
+                self._label_counts,
+                self._label_starts,
+                self.config,
+                epoch,
+                self.split,
+            )
+            warn_of(plan, stacklevel=2)
+            self._plans[epoch] = plan
+            self._counts[epoch] = len(plan)
+            self._digests[epoch] = plan.digest
+        return plan
 
     def _every_epoch_has_the_same_count(self) -> bool:
         """Whether the rows depend in number on the lengths alone, and not on their order."""
@@ -305,22 +416,18 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """What the order of samples depends on."""
-        settings = dict(vars(self.config))
-        for key in _SHAPE_KEYS:
-            del settings[key]
-        seed = settings.pop("seed")
-        if settings["data_seed"] is None:
-            settings["data_seed"] = seed
-        if self.split == "train":
-            del settings["eval_batch_size"], settings["eval_sample_packing"]
-        inputs = self.plan.report["inputs"]
         return {
-            "settings": settings,
+            "settings": order_settings(self.config, self.split, streaming=False),
             "split": self.split,
             "order": "all" if self.rank == "all" else "rank",
-            "lengths_digest": inputs["lengths"],
-            "label_counts_digest": inputs["labels"],
+            "lengths_digest": self._inputs["lengths"],
+            "label_counts_digest": self._inputs["labels"],
+            "plan_version": self._plan_version,
         }
+
+
+def _bytes(plan: Plan) -> int:
+    return plan.index.nbytes + plan.row_offsets.nbytes + plan.batch_offsets.nbytes
 
 
 def _checked_rank(rank: object, world_size: int) -> int | Literal["all"]:
@@ -338,10 +445,3 @@ def _checked_rank(rank: object, world_size: int) -> int | Literal["all"]:
     if not 0 <= number < world_size:
         raise ValueError(f"rank is {number}, but must be from 0 to {world_size - 1}, or 'all'")
     return number
-
-
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the settings beside the other facts that an order depends on."""
-    facts = {key: state.get(key) for key in ("split", "order")}
-    digests = {key: state.get(key) for key in ("lengths_digest", "label_counts_digest")}
-    return {**facts, **state.get("settings", {}), **digests}
