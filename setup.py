@@ -71,6 +71,10 @@ class BuildLibrary(build_rust):
         library = Path(self.get_dylib_ext_path(ext, ext.name))
         forget_build_folder(library)
         library.with_suffix(".json").write_text(json.dumps({"torch": version}) + "\n")
+        # For C++ programs; cmake_prefix_path and the CMake file know where these lie.
+        package = library.parents[1]
+        shutil.copytree("cpp/include", package / "include", dirs_exist_ok=True)
+        shutil.copytree("cpp/cmake", package / "share/cmake/multipack", dirs_exist_ok=True)
 
 
 def forget_build_folder(library: Path) -> None:

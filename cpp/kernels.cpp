@@ -318,7 +318,13 @@ TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
   // No tensor argument, hence no device.
   m.impl("resolve_config", &resolve_config);
   for (const char* op :
-       {"plan", "microbatch", "label_counts", "collate", "collate_list", "pack_values", "boundaries"}) {
+       {"plan",
+        "microbatch",
+        "label_counts",
+        "collate",
+        "collate_list",
+        "pack_values",
+        "boundaries"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse>());
   }
 }

@@ -24,10 +24,11 @@ namespace {
 
 // What collate and collate_list share: how rows are laid out, and what comes out.
 const char* const collate_options =
-    "SymInt row_len=0, int max_sample_len=0, int pad_to_multiple_of=1, int align_samples_to=1, int pad_token_id=0, "
-    "int position_start=0, bool mask_first_label=True, str padded_tail=\"own\", str attention_mask=\"none\", "
-    "bool causal=True, int? window=None, ScalarType? mask_dtype=None) -> (Tensor input_ids, Tensor labels, "
-    "Tensor position_ids, Tensor segment_ids, Tensor cu_seqlens, Tensor cu_seqlens_padded, Tensor max_seqlen, "
+    "SymInt row_len=0, int max_sample_len=0, int pad_to_multiple_of=1, int align_samples_to=1, "
+    "int pad_token_id=0, int position_start=0, bool mask_first_label=True, "
+    "str padded_tail=\"own\", str attention_mask=\"none\", bool causal=True, int? window=None, "
+    "ScalarType? mask_dtype=None) -> (Tensor input_ids, Tensor labels, Tensor position_ids, "
+    "Tensor segment_ids, Tensor cu_seqlens, Tensor cu_seqlens_padded, Tensor max_seqlen, "
     "Tensor attention_mask)";
 
 } // namespace
@@ -44,25 +45,31 @@ TORCH_LIBRARY_FRAGMENT(multipack, m) {
 
   m.def("resolve_config(str config) -> str");
   m.def(
-      "plan(Tensor lengths, Tensor? label_counts, Tensor? label_starts, str config, int epoch=0, bool evaluation=False) "
-      "-> (Tensor index, Tensor row_offsets, Tensor batch_offsets, Tensor report)");
+      "plan(Tensor lengths, Tensor? label_counts, Tensor? label_starts, str config, int epoch=0, "
+      "bool evaluation=False) -> (Tensor index, Tensor row_offsets, Tensor batch_offsets, "
+      "Tensor report)");
   m.def(
-      "microbatch(Tensor index, Tensor row_offsets, Tensor batch_offsets, int world_size, int rank, int k) "
-      "-> (Tensor index, Tensor row_offsets)");
+      "microbatch(Tensor index, Tensor row_offsets, Tensor batch_offsets, int world_size, "
+      "int rank, int k) -> (Tensor index, Tensor row_offsets)");
   m.def(
-      "label_counts(Tensor labels, Tensor offsets, *, int max_sample_len=0, bool mask_first_label=True) "
-      "-> (Tensor counts, Tensor starts)");
+      "label_counts(Tensor labels, Tensor offsets, *, int max_sample_len=0, "
+      "bool mask_first_label=True) -> (Tensor counts, Tensor starts)");
   const std::string options = collate_options;
   const std::string collate =
-      "collate(Tensor tokens, Tensor offsets, Tensor index, Tensor row_offsets, *, Tensor? labels=None, " + options;
+      "collate(Tensor tokens, Tensor offsets, Tensor index, Tensor row_offsets, *, "
+      "Tensor? labels=None, " +
+      options;
   const std::string collate_list =
       "collate_list(Tensor[] input_ids, Tensor row_offsets, *, Tensor[]? labels=None, " + options;
   m.def(collate.c_str());
   m.def(collate_list.c_str());
   m.def(
-      "pack_values(Tensor values, Tensor offsets, Tensor index, Tensor row_offsets, *, SymInt row_len=0, "
-      "int max_sample_len=0, int pad_to_multiple_of=1, int align_samples_to=1, Scalar pad=0) -> Tensor");
-  m.def("block_mask(Tensor segment_ids, *, bool causal=True, int? window=None, ScalarType? dtype=None) -> Tensor");
+      "pack_values(Tensor values, Tensor offsets, Tensor index, Tensor row_offsets, *, "
+      "SymInt row_len=0, int max_sample_len=0, int pad_to_multiple_of=1, int align_samples_to=1, "
+      "Scalar pad=0) -> Tensor");
+  m.def(
+      "block_mask(Tensor segment_ids, *, bool causal=True, int? window=None, "
+      "ScalarType? dtype=None) -> Tensor");
   m.def("boundaries(Tensor position_ids) -> Tensor");
 }
 

@@ -41,6 +41,8 @@ def test_the_wheel_holds_the_package_the_library_and_nothing_else(wheel):
         "multipack/py.typed",
         "multipack/lib/libmultipack.so",
         "multipack/lib/libmultipack.json",
+        "multipack/include/multipack/multipack.h",
+        "multipack/share/cmake/multipack/multipack-config.cmake",
     }
 
 
