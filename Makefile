@@ -44,9 +44,8 @@ lint: .venv/requirements.stamp
 	ruff format --check
 	mypy
 
-bench: .venv/requirements.stamp
+bench: tools
 	cargo bench
-	cargo bench --features torch
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	python -m pip install --quiet --no-build-isolation --no-deps --editable .

@@ -88,17 +88,33 @@ print(multipack.boundaries(torch.tensor([0, 1, 0])).tolist())
     assert done.stdout.splitlines() == [f"{tmp_path}/multipack/__init__.py", "[0, 2, 3]"]
 
 
-def test_without_torch_the_build_ends_in_one_sentence(tmp_path):
-    """In an interpreter that sees no torch, as under build isolation."""
+@pytest.mark.parametrize(
+    ("torch_version", "sentence"),
+    [
+        (
+            None,
+            "has no torch: run 'pip install torch==2.13.0 setuptools setuptools-rust', then 'pip "
+            "install --no-build-isolation .' (with build isolation pip hides your torch)",
+        ),
+        (
+            "2.14.1+cpu",
+            "has torch 2.14.1+cpu: run 'pip install torch==2.13.0', then 'pip install "
+            "--no-build-isolation .'",
+        ),
+    ],
+)
+def test_without_the_right_torch_the_build_ends_in_one_sentence(tmp_path, torch_version, sentence):
     code = f"""
 import runpy, sys
 from importlib import metadata
 real = metadata.version
-def hidden(name):
-    if name == "torch":
+def version(name):
+    if name != "torch":
+        return real(name)
+    if {torch_version!r} is None:
         raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = hidden
+    return {torch_version!r}
+metadata.version = version
 sys.argv = ["setup.py", "build_rust", "--inplace"]
 runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
 """
@@ -108,7 +124,5 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
 
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"multipack is built against torch 2.13.0, but {sys.executable} has no torch: run 'pip "
-        "install torch==2.13.0 setuptools setuptools-rust', then 'pip install "
-        "--no-build-isolation .' (with build isolation pip hides your torch)"
+        f"multipack is built against torch 2.13.0, but {sys.executable} {sentence}"
     )
