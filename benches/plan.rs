@@ -23,10 +23,10 @@ type Pack = fn(&[u32], &[u32]) -> Rows;
 
 const ALGORITHMS: [(&str, Pack); 4] = [
     ("best_fit", |slots, order| {
-        best_fit::pack(slots, order, BOUNDS, &mut stream(SEED), 1)
+        best_fit::pack(slots, order.iter().copied(), BOUNDS, &mut stream(SEED), 1)
     }),
     ("tight", |slots, order| {
-        tight::pack(slots, order, BOUNDS, &mut stream(SEED), 1)
+        tight::pack(slots, order.iter().copied(), BOUNDS, &mut stream(SEED), 1)
     }),
     ("first_fit", |slots, order| {
         first_fit::pack(slots, order, BOUNDS, &mut stream(SEED))

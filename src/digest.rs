@@ -1,8 +1,8 @@
 //! Fingerprints of numbers: XXH3 with 128 bits, in hexadecimal.
 //!
 //! They tell whether two ranks, or a checkpoint and a run, speak of the same thing. They are no
-//! protection against forgery. Every number is hashed as eight little-endian bytes, whatever the
-//! machine and the type that it is kept in. About 5 GB/s.
+//! protection against forgery. Numbers are hashed as little-endian bytes, whatever the machine.
+//! About 5 GB/s.
 
 use xxhash_rust::xxh3::Xxh3;
 
@@ -21,15 +21,29 @@ impl Digest {
         self
     }
 
-    /// Adds a list of numbers.
-    pub fn numbers<T: Copy + Into<i64>>(mut self, numbers: &[T]) -> Digest {
-        self.0.update(&(numbers.len() as u64).to_le_bytes());
-        let mut bytes = [0u8; 4096];
-        for chunk in numbers.chunks(bytes.len() / 8) {
-            for (place, &number) in bytes.chunks_exact_mut(8).zip(chunk) {
-                place.copy_from_slice(&number.into().to_le_bytes());
+    /// Adds a list of 64-bit numbers.
+    pub fn longs(self, numbers: &[i64]) -> Digest {
+        self.bytes(numbers, |number| number.to_le_bytes())
+    }
+
+    /// Adds a list of 32-bit numbers.
+    pub fn ints(self, numbers: &[u32]) -> Digest {
+        self.bytes(numbers, |number| number.to_le_bytes())
+    }
+
+    /// Adds a list of truth values.
+    pub fn flags(self, flags: &[bool]) -> Digest {
+        self.bytes(flags, |flag| [u8::from(flag)])
+    }
+
+    fn bytes<T: Copy, const N: usize>(mut self, values: &[T], bytes: fn(T) -> [u8; N]) -> Digest {
+        self.0.update(&(values.len() as u64).to_le_bytes());
+        let mut buffer = [0u8; 4096];
+        for chunk in values.chunks(buffer.len() / N) {
+            for (place, &value) in buffer.chunks_exact_mut(N).zip(chunk) {
+                place.copy_from_slice(&bytes(value));
             }
-            self.0.update(&bytes[..8 * chunk.len()]);
+            self.0.update(&buffer[..N * chunk.len()]);
         }
         self
     }

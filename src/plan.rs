@@ -181,14 +181,14 @@ pub fn plan(
         .collect();
     let settings = config.to_short_json();
     let of_plan = || {
-        let digest = Digest::new().numbers(&[PLAN_VERSION]).text(&settings);
-        let digest = digest.numbers(&index).numbers(&row_offsets);
-        digest.numbers(&batch_offsets).finish()
+        let digest = Digest::new().ints(&[PLAN_VERSION]).text(&settings);
+        let digest = digest.ints(&index).ints(&row_offsets);
+        digest.ints(&batch_offsets).finish()
     };
-    let of_lengths = || Digest::new().numbers(lengths).finish();
+    let of_lengths = || Digest::new().longs(lengths).finish();
     let of_labels = || {
-        let digest = Digest::new().numbers(label_counts.unwrap_or_default());
-        digest.numbers(label_starts.unwrap_or_default()).finish()
+        let digest = Digest::new().longs(label_counts.unwrap_or_default());
+        digest.flags(label_starts.unwrap_or_default()).finish()
     };
     let [digest, lengths_digest, labels_digest] =
         at_once(threads, [&of_plan, &of_lengths, &of_labels]);

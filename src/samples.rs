@@ -297,30 +297,32 @@ impl<'a> Samples<'a> {
         self.inputs.lengths[self.sample(item)].min(self.sequence_len) as u64
     }
 
-    /// Supervised tokens of these retained samples, `tokens` long together, before what the first
-    /// of a row loses.
-    pub fn labels(&self, items: &[u32], tokens: u64) -> i64 {
-        match self.inputs.label_counts {
-            Some(counts) => items
+    /// Supervised tokens of a row of these retained samples, `tokens` long together.
+    pub fn labels(&self, row: &[u32], tokens: u64) -> u64 {
+        let Some(&first) = row.first() else { return 0 };
+        let all: u64 = match self.inputs.label_counts {
+            Some(counts) => row
                 .iter()
-                .map(|&item| counts[self.sample(item as usize)])
+                .map(|&item| counts[self.sample(item as usize)] as u64)
                 .sum(),
-            None => tokens as i64 - i64::from(self.mask_first_label) * items.len() as i64,
-        }
+            None if self.mask_first_label => tokens - row.len() as u64,
+            None => tokens,
+        };
+        all - u64::from(self.loses_first_label(first as usize))
     }
 
-    /// Labels that a retained sample loses by standing first in its row: the causal shift leaves
-    /// nothing that predicts its first token. 0 where `mask_first_label` has removed that label
-    /// everywhere.
-    pub fn lead_loss(&self, item: usize) -> i64 {
+    /// Whether a retained sample loses a label by standing first in its row: the causal shift
+    /// leaves nothing that predicts its first token. Not where `mask_first_label` has removed that
+    /// label everywhere.
+    fn loses_first_label(&self, item: usize) -> bool {
         if self.mask_first_label {
-            return 0;
+            return false;
         }
-        i64::from(match (self.inputs.label_starts, self.inputs.label_counts) {
+        match (self.inputs.label_starts, self.inputs.label_counts) {
             (Some(starts), _) => starts[self.sample(item)],
             (None, None) => true,
             (None, Some(_)) => false,
-        })
+        }
     }
 
     /// The sentence for a plan without any sample.

@@ -20,7 +20,7 @@ use crate::schedule::{Round, Schedule};
 pub struct Stats {
     /// Rows in the plan; padded samples count one by one.
     pub rows: u64,
-    /// Rows that no packing of the retained samples can beat.
+    /// Rows that no packing of the samples in the plan can beat.
     pub lower_bound: u64,
     /// Real tokens as a share of the space: of rows × capacity when packed, else of the padded
     /// batches.
@@ -51,7 +51,7 @@ struct Load {
     rows: u64,
     samples: u64,
     tokens: u64,
-    labels: i64,
+    labels: u64,
     /// Rows × row length.
     size: u64,
     /// Σ length² of the samples.
@@ -69,59 +69,179 @@ impl Stats {
         bounds: Bounds,
         threads: usize,
     ) -> Stats {
-        let layout = config.layout(split);
-        let mut loads = vec![Load::default(); schedule.rows.len() / round.rows_per_microbatch];
-        let chunk = loads.len().div_ceil(4 * threads.max(1)).max(1);
-        let parts = loads.chunks_mut(chunk).enumerate().collect();
-        parallel::for_each(threads, parts, |(number, loads): (usize, &mut [Load])| {
-            let measure = Measure {
-                schedule,
-                round,
-                samples,
-                config,
-                layout,
-                bounds,
-            };
-            for (batch, load) in (number * chunk..).zip(loads) {
-                *load = measure.load(batch);
-            }
+        let measure = Measure {
+            schedule,
+            round,
+            samples,
+            config,
+            layout: config.layout(split),
+            bounds,
+            step: round.world_size * config.accumulation(split) as usize,
+        };
+        // The cuts do not depend on the threads, and sums of floats are taken in order.
+        let microbatches = schedule.rows.len() / round.rows_per_microbatch;
+        let cut = measure.step * 4096usize.div_ceil(measure.step);
+        let mut sums = vec![Sums::default(); microbatches.div_ceil(cut)];
+        let parts = sums.iter_mut().enumerate().collect();
+        parallel::for_each(threads, parts, |(part, sums): (usize, &mut Sums)| {
+            let end = microbatches.min((part + 1) * cut);
+            *sums = measure.sums(part * cut..end, microbatches);
         });
-        let total = |part: fn(&Load) -> u64| loads.iter().map(part).sum::<u64>();
-        let (rows, tokens, size) = (total(|l| l.rows), total(|l| l.tokens), total(|l| l.size));
-        let space = if layout.is_packed() {
-            rows * u64::from(bounds.capacity)
+        let sums = sums.iter().fold(Sums::default(), Sums::add);
+        sums.to_stats(&measure)
+    }
+}
+
+/// Sum and sum of squares of integers: exact, so that they can be added up in any order.
+#[derive(Debug, Clone, Copy, Default)]
+struct Moments {
+    count: u64,
+    sum: u64,
+    squares: u128,
+}
+
+impl Moments {
+    fn push(&mut self, value: u64) {
+        self.count += 1;
+        self.sum += value;
+        self.squares += u128::from(value) * u128::from(value);
+    }
+
+    fn add(&self, other: &Moments) -> Moments {
+        Moments {
+            count: self.count + other.count,
+            sum: self.sum + other.sum,
+            squares: self.squares + other.squares,
+        }
+    }
+
+    fn mean(&self) -> Option<f64> {
+        ratio(self.sum as f64, self.count as f64)
+    }
+
+    /// The standard deviation: √(n Σx² − (Σx)²) / n.
+    fn deviation(&self) -> Option<f64> {
+        let (count, sum) = (u128::from(self.count), u128::from(self.sum));
+        let spread = count * self.squares - sum * sum;
+        ratio((spread as f64).sqrt(), self.count as f64)
+    }
+}
+
+/// Sums of numbers that are no integers, and how many they are.
+#[derive(Debug, Clone, Copy, Default)]
+struct Mean {
+    count: u64,
+    sum: f64,
+}
+
+impl Mean {
+    fn push(&mut self, value: f64) {
+        self.count += 1;
+        self.sum += value;
+    }
+
+    fn add(&self, other: &Mean) -> Mean {
+        Mean {
+            count: self.count + other.count,
+            sum: self.sum + other.sum,
+        }
+    }
+
+    fn get(&self) -> Option<f64> {
+        ratio(self.sum, self.count as f64)
+    }
+}
+
+/// What is added up over the microbatches.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
+    rows: u64,
+    size: u64,
+    tokens: Moments,
+    labels: Moments,
+    step_tokens: Moments,
+    step_labels: Moments,
+    /// Max over mean of the ranks' costs, by microstep.
+    imbalance: Mean,
+    /// Change of size from a rank's microbatch to its next.
+    jump: Mean,
+    /// Of the pairs of neighbours: the mean sample lengths x and y, and their products.
+    x: Mean,
+    y: Mean,
+    xx: Mean,
+    yy: Mean,
+    xy: Mean,
+}
+
+impl Sums {
+    fn add(self, other: &Sums) -> Sums {
+        Sums {
+            rows: self.rows + other.rows,
+            size: self.size + other.size,
+            tokens: self.tokens.add(&other.tokens),
+            labels: self.labels.add(&other.labels),
+            step_tokens: self.step_tokens.add(&other.step_tokens),
+            step_labels: self.step_labels.add(&other.step_labels),
+            imbalance: self.imbalance.add(&other.imbalance),
+            jump: self.jump.add(&other.jump),
+            x: self.x.add(&other.x),
+            y: self.y.add(&other.y),
+            xx: self.xx.add(&other.xx),
+            yy: self.yy.add(&other.yy),
+            xy: self.xy.add(&other.xy),
+        }
+    }
+
+    /// Adds a pair of neighbours. `center` is near the mean of both, so that little is lost when
+    /// large squares are taken from one another.
+    fn pair(&mut self, one: &Load, next: &Load, center: f64) {
+        let length = |load: &Load| load.tokens as f64 / load.samples as f64 - center;
+        if one.samples > 0 && next.samples > 0 {
+            let (x, y) = (length(one), length(next));
+            self.x.push(x);
+            self.y.push(y);
+            self.xx.push(x * x);
+            self.yy.push(y * y);
+            self.xy.push(x * y);
+        }
+    }
+
+    /// Pearson's correlation of each mean sample length with the next; none for fewer than two
+    /// pairs or lengths that do not vary.
+    fn correlation(&self) -> Option<f64> {
+        let (x, y) = (self.x.get()?, self.y.get()?);
+        let covariance = self.xy.get()? - x * y;
+        let (var_x, var_y) = (self.xx.get()? - x * x, self.yy.get()? - y * y);
+        let varies = var_x > 1e-9 * self.xx.get()? && var_y > 1e-9 * self.yy.get()?;
+        if varies {
+            Some(covariance / (var_x * var_y).sqrt())
         } else {
-            size
+            None
+        }
+    }
+
+    fn to_stats(self, measure: &Measure) -> Stats {
+        let packed = measure.layout.is_packed();
+        let space = match packed {
+            true => self.rows * u64::from(measure.bounds.capacity),
+            false => self.size,
         };
-        let labels = loads.iter().map(|load| load.labels as f64);
-        let lengths = loads.iter().map(|load| load.tokens as f64);
-        let steps = loads.chunks_exact(round.world_size * config.accumulation(split) as usize);
-        let of_steps = |part: fn(&Load) -> f64| {
-            let sums = steps.clone().map(move |step| step.iter().map(part).sum());
-            deviation(sums)
-        };
-        let means: Vec<f64> = loads
-            .iter()
-            .filter(|load| load.samples > 0)
-            .map(|load| load.tokens as f64 / load.samples as f64)
-            .collect();
         Stats {
-            rows,
-            lower_bound: if layout.is_packed() {
-                pack::lower_bound(&samples.slots, bounds)
-            } else {
-                rows
+            rows: self.rows,
+            lower_bound: match packed {
+                true => pack::lower_bound(measure.real_slots(), measure.bounds),
+                false => self.rows,
             },
-            efficiency: ratio(tokens as f64, space as f64),
-            mean_unpadded_length: mean(lengths),
-            padding_tokens: size - tokens,
-            mean_labels: mean(labels.clone()),
-            microbatch_label_std: deviation(labels),
-            step_label_std: of_steps(|load| load.labels as f64),
-            step_token_std: of_steps(|load| load.tokens as f64),
-            rank_cost_imbalance: imbalance(&loads, round.world_size, layout, config),
-            rank_size_jump: size_jump(&loads, round.world_size),
-            length_correlation: correlation_of_neighbours(&means),
+            efficiency: ratio(self.tokens.sum as f64, space as f64),
+            mean_unpadded_length: self.tokens.mean(),
+            padding_tokens: self.size - self.tokens.sum,
+            mean_labels: self.labels.mean(),
+            microbatch_label_std: self.labels.deviation(),
+            step_label_std: self.step_labels.deviation(),
+            step_token_std: self.step_tokens.deviation(),
+            rank_cost_imbalance: self.imbalance.get(),
+            rank_size_jump: self.jump.get(),
+            length_correlation: self.correlation(),
         }
     }
 }
@@ -134,9 +254,68 @@ struct Measure<'a> {
     config: &'a Config,
     layout: BatchLayout,
     bounds: Bounds,
+    /// Microbatches of an optimizer step.
+    step: usize,
 }
 
 impl Measure<'_> {
+    /// Adds up these microbatches of all `microbatches`. The range begins with a step; the pairs
+    /// that reach over its end belong to it.
+    fn sums(&self, range: Range<usize>, microbatches: usize) -> Sums {
+        let world = self.round.world_size;
+        let after = microbatches.min(range.end + world);
+        let loads: Vec<Load> = (range.start..after).map(|batch| self.load(batch)).collect();
+        let (mine, mut sums) = (&loads[..range.len()], Sums::default());
+        for load in mine {
+            sums.rows += load.rows;
+            sums.size += load.size;
+            sums.tokens.push(load.tokens);
+            sums.labels.push(load.labels);
+        }
+        for step in mine.chunks_exact(self.step) {
+            sums.step_tokens
+                .push(step.iter().map(|load| load.tokens).sum());
+            sums.step_labels
+                .push(step.iter().map(|load| load.labels).sum());
+        }
+        for microstep in mine.chunks_exact(world) {
+            let costs = microstep.iter().map(|load| self.cost(load));
+            let (largest, sum) = costs.fold((0.0, 0.0), |(largest, sum), cost| {
+                (f64::max(largest, cost), sum + cost)
+            });
+            if sum > 0.0 {
+                sums.imbalance.push(largest * world as f64 / sum);
+            }
+        }
+        for (one, later) in mine.iter().zip(loads.iter().skip(world)) {
+            sums.jump.push(one.size.abs_diff(later.size) as f64);
+        }
+        let center = self
+            .real_slots()
+            .first()
+            .map_or(0.0, |&slot| f64::from(slot));
+        for (one, next) in mine.iter().zip(loads.iter().skip(1)) {
+            sums.pair(one, next, center);
+        }
+        sums
+    }
+
+    /// The work of a microbatch.
+    fn cost(&self, load: &Load) -> f64 {
+        let linear = self.config.balance_cost_linear;
+        match (self.config.balance_cost, self.layout) {
+            (BalanceCost::Attention, _) => linear * load.tokens as f64 + load.squares as f64,
+            (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
+            (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
+        }
+    }
+
+    /// The slots of all samples in the plan, without repeats.
+    fn real_slots(&self) -> &[u32] {
+        let slots = &self.schedule.rows.slots;
+        &slots[..slots.len() - self.schedule.repeated_items]
+    }
+
     /// What microbatch `batch` amounts to.
     fn load(&self, batch: usize) -> Load {
         let rows = &self.schedule.rows;
@@ -183,57 +362,10 @@ impl Measure<'_> {
         load.samples += items.len() as u64;
         load.tokens += tokens;
         load.labels += self.samples.labels(items, tokens);
-        if let Some(&first) = items.first() {
-            load.labels -= self.samples.lead_loss(first as usize);
-        }
         rows.slots[places].iter().map(|&slot| u64::from(slot)).sum()
     }
 }
 
-/// The heaviest rank over the mean of the ranks, averaged over the microsteps.
-fn imbalance(loads: &[Load], world: usize, layout: BatchLayout, config: &Config) -> Option<f64> {
-    let cost = |load: &Load| match (config.balance_cost, layout) {
-        (BalanceCost::Attention, _) => {
-            config.balance_cost_linear * load.tokens as f64 + load.squares as f64
-        }
-        (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
-        (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
-    };
-    let ratios = loads.chunks_exact(world).filter_map(|microstep| {
-        let costs = microstep.iter().map(cost);
-        ratio(costs.clone().fold(0.0, f64::max), mean(costs)?)
-    });
-    mean(ratios)
-}
-
-/// How much a rank's batch size changes from one microbatch to the next, on average.
-fn size_jump(loads: &[Load], world: usize) -> Option<f64> {
-    let later = loads.get(world..).unwrap_or_default();
-    let pairs = loads.iter().zip(later);
-    mean(pairs.map(|(one, next)| one.size.abs_diff(next.size) as f64))
-}
-
 fn ratio(part: f64, whole: f64) -> Option<f64> {
     (whole > 0.0).then(|| part / whole)
-}
-
-fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
-    let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
-    ratio(sum, count)
-}
-
-fn deviation(values: impl Iterator<Item = f64> + Clone) -> Option<f64> {
-    let center = mean(values.clone())?;
-    mean(values.map(|value| (value - center).powi(2))).map(f64::sqrt)
-}
-
-/// Pearson's correlation of each value with the next; none for fewer than two pairs or values that
-/// do not vary.
-fn correlation_of_neighbours(values: &[f64]) -> Option<f64> {
-    let earlier = values.iter().take(values.len().saturating_sub(1)).copied();
-    let later = values.iter().skip(1).copied();
-    let (mean_earlier, mean_later) = (mean(earlier.clone())?, mean(later.clone())?);
-    let pairs = earlier.clone().zip(later.clone());
-    let products = pairs.map(|(one, next)| (one - mean_earlier) * (next - mean_later));
-    ratio(mean(products)?, deviation(earlier)? * deviation(later)?)
 }

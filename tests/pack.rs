@@ -19,7 +19,7 @@ fn in_order(slots: &[u32]) -> Vec<u32> {
 }
 
 fn best_fit(slots: &[u32], bounds: Bounds) -> Rows {
-    best_fit::pack(slots, &in_order(slots), bounds, &mut stream(SEED), 1)
+    best_fit::pack(slots, 0..slots.len() as u32, bounds, &mut stream(SEED), 1)
 }
 
 fn first_fit(slots: &[u32], bounds: Bounds) -> Rows {
@@ -31,7 +31,7 @@ fn next_fit(slots: &[u32], bounds: Bounds) -> Rows {
 }
 
 fn tight(slots: &[u32], bounds: Bounds) -> Rows {
-    tight::pack(slots, &in_order(slots), bounds, &mut stream(SEED), 1)
+    tight::pack(slots, 0..slots.len() as u32, bounds, &mut stream(SEED), 1)
 }
 
 /// The tokens of each row, sorted. Best fit may choose either of two rows that are equally full, so
@@ -298,7 +298,7 @@ fn who_shares_a_row_depends_on_the_seed() {
     let slots = lengths::lognormal(1000, 4096, SEED);
     let bounds = bounds(4096, NO_LIMIT);
     let partners = |seed| {
-        let rows = best_fit::pack(&slots, &in_order(&slots), bounds, &mut stream(seed), 1);
+        let rows = best_fit::pack(&slots, 0..slots.len() as u32, bounds, &mut stream(seed), 1);
         let mut rows = lists(&rows);
         rows.iter_mut().for_each(|row| row.sort_unstable());
         rows.sort_unstable();

@@ -36,12 +36,12 @@ use crate::order::Stream;
 /// shuffled.
 pub fn pack(
     slots: &[u32],
-    order: &[u32],
+    order: impl ExactSizeIterator<Item = u32> + Clone,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
+    let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
     fit_within_limit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
 }
 

@@ -116,23 +116,30 @@ pub(crate) fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let mut order: Vec<u32> = (0..slots.len() as u32).collect();
-    if config.sample_packing_sequentially {
-        return next_fit::pack(slots, &order, bounds);
-    }
+    let items = 0..slots.len() as u32;
     let group = config.sample_packing_group_size.unwrap_or(u64::MAX) as usize;
-    let algorithm = config.sample_packing_algorithm;
-    // These deal the items of each length at random anyway.
-    let deals = matches!(algorithm, Algorithm::BestFitDecreasing | Algorithm::Tight);
-    if !deals || group < order.len() {
-        stream.shuffle(&mut order);
+    match config.sample_packing_algorithm {
+        _ if config.sample_packing_sequentially => {
+            return next_fit::pack(slots, &items.collect::<Vec<u32>>(), bounds);
+        }
+        // These deal the items of each length at random; in one group that is shuffling enough.
+        Algorithm::BestFitDecreasing if group >= slots.len() => {
+            return best_fit::pack(slots, items, bounds, stream, threads);
+        }
+        Algorithm::Tight if group >= slots.len() => {
+            return tight::pack(slots, items, bounds, stream, threads);
+        }
+        _ => {}
     }
+    let mut order: Vec<u32> = items.collect();
+    stream.shuffle(&mut order);
     let mut rows = Rows::new();
     for chunk in order.chunks(group.min(order.len()).max(1)) {
-        let packed = match algorithm {
-            Algorithm::BestFitDecreasing => best_fit::pack(slots, chunk, bounds, stream, threads),
+        let items = chunk.iter().copied();
+        let packed = match config.sample_packing_algorithm {
+            Algorithm::BestFitDecreasing => best_fit::pack(slots, items, bounds, stream, threads),
+            Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads),
             Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),
-            Algorithm::Tight => tight::pack(slots, chunk, bounds, stream, threads),
             Algorithm::NextFit => next_fit::pack(slots, chunk, bounds).shuffled(stream),
         };
         if rows.is_empty() {

@@ -58,7 +58,7 @@ impl Patterns {
     pub fn deal(
         &self,
         slots: &[u32],
-        order: &[u32],
+        order: impl ExactSizeIterator<Item = u32>,
         histogram: &Histogram,
         stream: &mut Stream,
         threads: usize,
@@ -156,7 +156,11 @@ fn chunk_len(len: usize, threads: usize) -> usize {
 
 /// The items, largest first and otherwise in their order, and where each class begins. A counting
 /// sort.
-fn sort_by_class(slots: &[u32], order: &[u32], histogram: &Histogram) -> (Vec<u32>, Vec<u32>) {
+fn sort_by_class(
+    slots: &[u32],
+    order: impl ExactSizeIterator<Item = u32>,
+    histogram: &Histogram,
+) -> (Vec<u32>, Vec<u32>) {
     let class_of = histogram.lookup();
     let mut starts = vec![0u32];
     for &count in &histogram.counts {
@@ -164,7 +168,7 @@ fn sort_by_class(slots: &[u32], order: &[u32], histogram: &Histogram) -> (Vec<u3
     }
     let mut next = starts.clone();
     let mut items = vec![0u32; order.len()];
-    for &item in order {
+    for item in order {
         let at = &mut next[class_of(slots[item as usize]) as usize];
         items[*at as usize] = item;
         *at += 1;

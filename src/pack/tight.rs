@@ -67,12 +67,12 @@ const TRIES_PER_ITEM: u64 = 16;
 /// shuffled.
 pub fn pack(
     slots: &[u32],
-    order: &[u32],
+    order: impl ExactSizeIterator<Item = u32> + Clone,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let histogram = Histogram::of(order.iter().map(|&item| slots[item as usize]));
+    let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
     fit(&histogram, bounds, stream).deal(slots, order, &histogram, stream, threads)
 }
 

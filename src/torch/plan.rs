@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::args::{self, Ids};
 use super::handle::{Fresh, vector};
 use super::threads;
-use crate::{Config, Error, Result, Split, batch};
+use crate::{Config, Error, Result, Split, batch, parallel};
 
 /// A plan as tensors: see [`Plan`](crate::Plan).
 #[derive(Debug)]
@@ -59,6 +59,7 @@ pub fn plan(
         found: epoch.to_string(),
         expected: "0 or more".into(),
     })?;
+    let threads = threads()?;
     let plan = crate::plan(
         lengths.as_slice()?,
         counts,
@@ -66,22 +67,28 @@ pub fn plan(
         config,
         epoch,
         split,
-        threads()?,
+        threads,
     )?;
     Ok(PlanTensors {
-        index: widened(&plan.index)?,
-        row_offsets: widened(&plan.row_offsets)?,
-        batch_offsets: widened(&plan.batch_offsets)?,
+        index: widened(&plan.index, threads)?,
+        row_offsets: widened(&plan.row_offsets, threads)?,
+        batch_offsets: widened(&plan.batch_offsets, threads)?,
         report: vector(plan.report.to_json().as_bytes(), Kind::Uint8)?,
     })
 }
 
 /// Indices and offsets in torch's usual dtype.
-fn widened(values: &[u32]) -> Result<Tensor> {
+fn widened(values: &[u32], threads: usize) -> Result<Tensor> {
+    /// Values for one part of the work: fewer are done before a thread is woken.
+    const PART: usize = 1 << 18;
     let mut fresh = Fresh::<i64>::new(&[values.len() as i64], Kind::Int64)?;
-    for (place, &value) in fresh.as_mut_slice().iter_mut().zip(values) {
-        *place = value.into();
-    }
+    let parts = fresh.as_mut_slice().chunks_mut(PART);
+    let parts: Vec<(&mut [i64], &[u32])> = parts.zip(values.chunks(PART)).collect();
+    parallel::for_each(threads, parts, |(places, values)| {
+        for (place, &value) in places.iter_mut().zip(values) {
+            *place = value.into();
+        }
+    });
     Ok(fresh.into_tensor())
 }
 
