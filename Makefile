@@ -17,6 +17,9 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 export PATH := $(BIN):$(PATH)
 export LIBTORCH_USE_PYTORCH := 1
 
+# Threads that wait by spinning slow one another down wherever two programs share the cores.
+export OMP_WAIT_POLICY := passive
+
 SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
 	$(shell find src cpp -type f)
 
