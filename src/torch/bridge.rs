@@ -11,14 +11,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use cxx::{CxxVector, UniquePtr};
 use tch::Tensor;
 
+use super::Batch;
 use super::handle::{Borrowed, give};
-use super::{Batch, CollateOptions};
-use crate::batch::{LayoutOptions, MaskDtype};
+use super::options::mask_dtype;
+use crate::batch::MaskDtype;
 use crate::{Config, Error, ErrorKind, Split};
 
 /// The version of the ops as C++ sees them. A C++ program calls this so that the linker keeps the
 /// library, which it would otherwise drop for want of any reference, and can compare it with what
 /// its header was written for.
+// SAFETY: nothing else in a process is called this, except another copy of this very library.
 #[allow(unsafe_code)]
 #[unsafe(no_mangle)]
 pub extern "C" fn multipack_abi_version() -> i32 {
@@ -78,6 +80,7 @@ pub(super) mod ffi {
         starts: UniquePtr<Tensor>,
     }
 
+    // SAFETY: it declares a type alone, the one that torch's header defines under this name.
     unsafe extern "C++" {
         include!("multipack/cpp/tensor.h");
 
@@ -361,91 +364,6 @@ fn give_batch(batch: Batch) -> ffi::Batch {
         cu_seqlens_padded: give(batch.cu_seqlens_padded),
         max_seqlen: give(batch.max_seqlen),
         attention_mask: give(batch.attention_mask),
-    }
-}
-
-impl ffi::RowOptions {
-    fn layout(&self) -> LayoutOptions {
-        LayoutOptions {
-            row_len: self.row_len,
-            max_sample_len: self.max_sample_len,
-            pad_to_multiple_of: self.pad_to_multiple_of,
-            align_samples_to: self.align_samples_to,
-            ..LayoutOptions::default()
-        }
-    }
-}
-
-impl ffi::CollateOptions<'_> {
-    fn parse(&self) -> crate::Result<CollateOptions> {
-        let dtype = mask_dtype("mask_dtype", self.mask_dtype)?;
-        let attention_mask = match (self.attention_mask, dtype) {
-            ("none", _) => None,
-            ("bool", None | Some(MaskDtype::Bool)) => Some(MaskDtype::Bool),
-            ("additive", None) => Some(MaskDtype::Float32),
-            ("additive", Some(dtype)) if dtype != MaskDtype::Bool => Some(dtype),
-            ("bool" | "additive", Some(_)) => {
-                let found = format!(
-                    "torch.{} with attention_mask {:?}",
-                    self.mask_dtype, self.attention_mask
-                );
-                return Err(refused(
-                    "mask_dtype",
-                    found,
-                    "torch.bool for \"bool\", a float dtype for \"additive\"",
-                ));
-            }
-            (other, _) => {
-                return Err(refused(
-                    "attention_mask",
-                    format!("{other:?}"),
-                    "\"none\", \"bool\" or \"additive\"",
-                ));
-            }
-        };
-        let padded_tail = self.padded_tail.parse().map_err(|()| {
-            refused(
-                "padded_tail",
-                format!("{:?}", self.padded_tail),
-                "\"own\", \"last\" or \"none\"",
-            )
-        })?;
-        Ok(CollateOptions {
-            layout: LayoutOptions {
-                padded_tail,
-                position_start: self.position_start,
-                causal: self.causal,
-                ..self.rows.layout()
-            },
-            pad_token_id: self.pad_token_id,
-            mask_first_label: self.mask_first_label,
-            attention_mask,
-            window: self.has_window.then_some(self.window),
-        })
-    }
-}
-
-fn refused(key: &'static str, found: String, expected: &str) -> Error {
-    Error::SettingValue {
-        key,
-        found,
-        expected: expected.into(),
-    }
-}
-
-/// The dtype of a mask by torch's name for it; none for an empty name.
-fn mask_dtype(key: &'static str, name: &str) -> crate::Result<Option<MaskDtype>> {
-    match name {
-        "" => Ok(None),
-        "bool" => Ok(Some(MaskDtype::Bool)),
-        "float32" => Ok(Some(MaskDtype::Float32)),
-        "bfloat16" => Ok(Some(MaskDtype::BFloat16)),
-        "float16" => Ok(Some(MaskDtype::Float16)),
-        _ => Err(Error::SettingType {
-            key,
-            found: format!("torch.{name}"),
-            expected: "torch.bool, torch.float32, torch.bfloat16 or torch.float16".into(),
-        }),
     }
 }
 

@@ -240,6 +240,15 @@ where
     T: Copy + Into<i64> + Sync,
     U: Copy + Into<i64> + Sync,
 {
+    if let Some(found @ ..1) = options.window {
+        // Even where there is no mask that it would be used for.
+        let (name, expected) = ("window", "1 or more");
+        return Err(Error::BatchOption {
+            name,
+            found,
+            expected,
+        });
+    }
     let threads = threads()?;
     let layout = Layout::new(tokens.len(), offsets, index, row_offsets, &options.layout)?;
     if let Some(dtype) = options.attention_mask {

@@ -33,6 +33,7 @@ mod bridge;
 mod collate;
 mod handle;
 mod mask;
+mod options;
 mod plan;
 
 use std::sync::OnceLock;

@@ -731,6 +731,11 @@ REFUSALS = {
         ValueError,
         "window is 0, but must be 1 or more",
     ),
+    "no window for no mask": (
+        lambda: ops.collate(TOKENS, OFFSETS, INDEX, ROWS, window=-1),
+        ValueError,
+        "window is -1, but must be 1 or more",
+    ),
     "float8 mask": (
         lambda: ops.block_mask(SEGMENT_IDS, dtype=torch.float8_e5m2),
         TypeError,

@@ -353,6 +353,8 @@ def pack_values(
 ) -> Tensor:
     """Lay other values, one for each token, out like the tokens.
 
+    Values are data: gradients do not flow through.
+
     Args:
         values (Tensor): (T,) of any dtype.
         offsets (Tensor): As for `collate`.
