@@ -165,7 +165,7 @@ pub fn plan(
     let all_rows = rows.len();
     let schedule = Schedule::complete(rows, round)?;
     let warnings = warnings(&samples, &schedule, round, all_rows);
-    let after = Stats::of(&schedule, round, &samples, config, split, bounds, threads);
+    let mut after = Stats::of(&schedule, round, &samples, config, split, bounds, threads);
     let Schedule {
         rows,
         repeated_items,
@@ -180,26 +180,34 @@ pub fn plan(
         .map(|batch| (batch * round.rows_per_microbatch) as u32)
         .collect();
     let settings = config.to_short_json();
-    let of_plan = || {
-        let digest = Digest::new().ints(&[PLAN_VERSION]).text(&settings);
-        let digest = digest.ints(&index).ints(&row_offsets);
-        digest.ints(&batch_offsets).finish()
-    };
-    let of_lengths = || Digest::new().longs(lengths).finish();
-    let of_labels = || {
-        let digest = Digest::new().longs(label_counts.unwrap_or_default());
-        digest.flags(label_starts.unwrap_or_default()).finish()
-    };
-    let [digest, lengths_digest, labels_digest] =
-        at_once(threads, [&of_plan, &of_lengths, &of_labels]);
     let has_labels = label_counts.is_some() || label_starts.is_some();
+    let [mut of_plan, mut of_lengths, mut of_labels] = [const { String::new() }; 3];
+    let jobs: Vec<Box<dyn FnOnce() + Send>> = vec![
+        Box::new(|| {
+            let digest = Digest::new().ints(&[PLAN_VERSION]).text(&settings);
+            let digest = digest.ints(&index).ints(&row_offsets);
+            of_plan = digest.ints(&batch_offsets).finish();
+        }),
+        Box::new(|| of_lengths = Digest::new().longs(lengths).finish()),
+        Box::new(|| {
+            let digest = Digest::new().longs(label_counts.unwrap_or_default());
+            of_labels = digest.flags(label_starts.unwrap_or_default()).finish();
+        }),
+        Box::new(|| {
+            if layout.is_packed() {
+                let real = &rows.slots[..rows.slots.len() - repeated_items];
+                after.lower_bound = pack::lower_bound(real, bounds);
+            }
+        }),
+    ];
+    parallel::for_each(threads, jobs, |job| job());
     let report = Report {
         version: PLAN_VERSION,
-        digest,
+        digest: of_plan,
         inputs: InputDigests {
             settings: Digest::new().text(&settings).finish(),
-            lengths: lengths_digest,
-            labels: has_labels.then_some(labels_digest),
+            lengths: of_lengths,
+            labels: has_labels.then_some(of_labels),
         },
         split,
         epoch,
@@ -383,12 +391,4 @@ fn lay_rows(
     };
     let rows = pack::next_fit::pack(&samples.slots, &items, any);
     Ok((rows, bounds))
-}
-
-/// Makes three texts, each on a thread of its own where there are as many.
-fn at_once(threads: usize, make: [&(dyn Fn() -> String + Sync); 3]) -> [String; 3] {
-    let mut made = [const { String::new() }; 3];
-    let parts = make.into_iter().zip(&mut made).collect();
-    parallel::for_each(threads, parts, |(make, made)| *made = make());
-    made
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use serde::Serialize;
 
 use crate::config::{BalanceCost, BatchLayout, Config, Split};
-use crate::pack::{self, Bounds};
+use crate::pack::Bounds;
 use crate::parallel;
 use crate::samples::Samples;
 use crate::schedule::{Round, Schedule};
@@ -228,10 +228,8 @@ impl Sums {
         };
         Stats {
             rows: self.rows,
-            lower_bound: match packed {
-                true => pack::lower_bound(measure.real_slots(), measure.bounds),
-                false => self.rows,
-            },
+            // For packed rows the planner works it out beside the digests.
+            lower_bound: self.rows,
             efficiency: ratio(self.tokens.sum as f64, space as f64),
             mean_unpadded_length: self.tokens.mean(),
             padding_tokens: self.size - self.tokens.sum,
@@ -291,7 +289,9 @@ impl Measure<'_> {
             sums.jump.push(one.size.abs_diff(later.size) as f64);
         }
         let center = self
-            .real_slots()
+            .schedule
+            .rows
+            .slots
             .first()
             .map_or(0.0, |&slot| f64::from(slot));
         for (one, next) in mine.iter().zip(loads.iter().skip(1)) {
@@ -308,12 +308,6 @@ impl Measure<'_> {
             (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
             (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
         }
-    }
-
-    /// The slots of all samples in the plan, without repeats.
-    fn real_slots(&self) -> &[u32] {
-        let slots = &self.schedule.rows.slots;
-        &slots[..slots.len() - self.schedule.repeated_items]
     }
 
     /// What microbatch `batch` amounts to.
