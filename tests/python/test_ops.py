@@ -7,6 +7,7 @@ knows nothing of the library's way of doing it.
 import itertools
 import math
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -308,6 +309,17 @@ def test_threads_do_not_change_the_batch():
 
     assert one.input_ids.numel() > 300_000
     assert_batches_equal(one, three)
+
+
+def test_threads_of_the_caller_may_call_at_once():
+    args = one_row(*[500] * 300)
+    expected = ops.collate(*args)
+
+    with ThreadPoolExecutor(4) as pool:
+        batches = list(pool.map(lambda _: ops.collate(*args), range(40)))
+
+    for batch in batches:
+        assert_batches_equal(expected, batch)
 
 
 def test_batches_are_freed():
