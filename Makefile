@@ -51,10 +51,12 @@ bench: tools
 	cargo bench
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
+	@echo "Compiling the library (the first time takes some minutes)"
 	python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 .venv/requirements.stamp: requirements.txt | tools
+	@echo "Installing torch and the rest of requirements.txt into .venv (some gigabytes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	python -m pip install --quiet --requirement requirements.txt
 	touch $@
