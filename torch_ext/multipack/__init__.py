@@ -15,6 +15,7 @@ from multipack.collate import Collator
 from multipack.dataset import PackedDataset, RowDataset
 from multipack.ops import block_mask, boundaries
 from multipack.sampler import MultipackBatchSampler
+from multipack.streaming import StreamingMultipack
 
 __version__ = metadata.version("multipack")
 
@@ -28,6 +29,7 @@ __all__ = [
     "RowDataset",
     "Statistics",
     "Stats",
+    "StreamingMultipack",
     "block_mask",
     "boundaries",
     "cmake_prefix_path",

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from multipack import ops
+from multipack._arrays import integer
 
 Split = Literal["train", "eval"]
 Layout = Literal["one_row", "real_rows", "padded", "flattened"]
@@ -188,6 +189,35 @@ def checked_split(split: str) -> Split:
     if split == "eval":
         return "eval"
     raise ValueError(f"split is {split!r}, but must be 'train' or 'eval'")
+
+
+def checked_rank(rank: object, world_size: int, *, or_all: bool = False) -> int:
+    """Return a rank as a plain int; without one it is 0, which must be the only one.
+
+    Args:
+        rank: This rank's number, or None.
+        world_size (int): How many there are.
+        or_all (bool): Whether errors offer ``"all"``, which the caller takes.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is needed and missing, or out of range.
+    """
+    if rank is None:
+        if world_size > 1:
+            alternative = ", or 'all' for every rank's microbatches in global order"
+            raise ValueError(
+                f"rank is needed when world_size is {world_size}: this rank's number"
+                f"{alternative if or_all else ''}"
+            )
+        return 0
+    number = integer("rank", rank)
+    if not 0 <= number < world_size:
+        raise ValueError(
+            f"rank is {number}, but must be from 0 to {world_size - 1}"
+            + (", or 'all'" if or_all else "")
+        )
+    return number
 
 
 def layout(config: Config, split: Split) -> Layout:

@@ -61,6 +61,15 @@ class Tally:
             return "0"
         return f"{self.count} (first: sample {self.first}, longest: {self.longest} tokens)"
 
+    def plus(self, later: Tally) -> Tally:
+        """Count samples together with later ones of the same fate."""
+        if self.first is None or self.longest is None or later.longest is None:
+            return self if self.count else later
+        return Tally(self.count + later.count, self.first, max(self.longest, later.longest))
+
+
+NO_SAMPLES = Tally(0, None, None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:

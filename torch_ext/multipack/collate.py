@@ -331,7 +331,7 @@ def _column(
     samples: list[Sample], key: str, kinds: str = "iu"
 ) -> tuple[npt.NDArray[Any], list[int]]:
     """Join what the samples hold under a key, and return the length of each."""
-    parts = [_part(sample[key], key, number, kinds) for number, sample in enumerate(samples)]
+    parts = [token_array(sample[key], key, number, kinds) for number, sample in enumerate(samples)]
     return np.concatenate(parts), [len(part) for part in parts]
 
 
@@ -349,8 +349,21 @@ def _column_like(
     return joined
 
 
-def _part(values: Any, key: str, sample: int, kinds: str) -> Any:
-    """Return what a sample holds under a key, if of these NumPy kinds, for NumPy to join."""
+def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
+    """Return what a sample holds under a key, one number for each token, for NumPy to join.
+
+    Args:
+        values: A list, an array or a tensor.
+        key (str): The key, for errors.
+        sample (int): The sample's number, for errors.
+        kinds (str): The NumPy kinds that are allowed.
+
+    Returns:
+        array.array | np.ndarray: One-dimensional; integers are int32 or int64.
+
+    Raises:
+        TypeError: If it is something else.
+    """
     if isinstance(values, list):
         try:
             # 24 ns a token on lists of about 100 ints; np.asarray takes 31, torch.tensor 118.

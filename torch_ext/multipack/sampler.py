@@ -20,7 +20,15 @@ from typing import Any, Literal, TypeAlias
 from torch.utils.data import Sampler, SequentialSampler
 
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer
-from multipack._config import Config, Split, batch_size, checked_split, layout, make_config
+from multipack._config import (
+    Config,
+    Split,
+    batch_size,
+    checked_rank,
+    checked_split,
+    layout,
+    make_config,
+)
 from multipack._plan import Plan, plan_tensors, warn_of
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
 
@@ -105,7 +113,9 @@ class MultipackBatchSampler(Sampler[Batch]):
                 "(Lightning: Trainer(use_distributed_sampler=False))"
             )
         self.config = make_config(config, keys)
-        self.rank = _checked_rank(rank, self.config.world_size)
+        self.rank: int | Literal["all"] = "all"
+        if rank != "all":
+            self.rank = checked_rank(rank, self.config.world_size, or_all=True)
         self.split = checked_split(split)
         self.fingerprint = fingerprint
         self._lengths = int64_tensor("lengths", lengths)
@@ -428,20 +438,3 @@ class MultipackBatchSampler(Sampler[Batch]):
 
 def _bytes(plan: Plan) -> int:
     return plan.index.nbytes + plan.row_offsets.nbytes + plan.batch_offsets.nbytes
-
-
-def _checked_rank(rank: object, world_size: int) -> int | Literal["all"]:
-    """Return the rank as a plain int, or ``"all"``."""
-    if rank == "all":
-        return "all"
-    if rank is None:
-        if world_size > 1:
-            raise ValueError(
-                f"rank is needed when world_size is {world_size}: this rank's number, or 'all' for "
-                "every rank's microbatches in global order"
-            )
-        return 0
-    number = integer("rank", rank)
-    if not 0 <= number < world_size:
-        raise ValueError(f"rank is {number}, but must be from 0 to {world_size - 1}, or 'all'")
-    return number

@@ -1,0 +1,547 @@
+"""Batches from a stream, packed without knowing the whole of it.
+
+The stream is cut into buffers of `streaming_multipack_buffer_size` samples, and each is planned
+alone by ``torch.ops.multipack.plan``. The seed of a buffer is a hash of its tokens and of the
+planning seed, so the same buffer is packed alike whenever and wherever it comes. Rows that fill no
+round of ranks are not thrown away: their samples are the first of the next buffer.
+
+Every rank, and every worker of its DataLoader, reads the whole stream and plans every buffer, and
+collates its own share of the microbatches. So nobody waits for anybody, at the price of reading the
+stream once per process. No more is held than one buffer and the samples of one round. Where the
+lengths of all samples are known beforehand, `MultipackBatchSampler` packs denser, shuffles better
+and reads every sample once.
+
+    stream = StreamingMultipack(samples, sequence_len=4096, collator=Collator(attention="flash"))
+    loader = DataLoader(stream, batch_size=None)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as worker_module
+
+from multipack._arrays import integer
+from multipack._config import Config, checked_rank, layout, make_config
+from multipack._plan import Plan, count_labels, plan_tensors
+from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
+from multipack._stats import NO_SAMPLES, Tally
+from multipack.collate import Collator, token_array
+from multipack.dataset import RowDataset
+
+_VERSION = 1
+# What the planner counts on and the collator does.
+_COLLATED_KEYS = ("excess_length_strategy", "align_samples_to", "mask_first_label")
+
+Sample: TypeAlias = "dict[str, Any]"
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """An iterable that knows its own position."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamCounts:
+    """What became of the samples of a stream, up to the end of the buffer at hand."""
+
+    read: int = 0
+    """Samples taken from the stream."""
+    dropped: Mapping[str, Tally] = dataclasses.field(default_factory=dict)
+    """Samples left out, by reason: ``over_long``, ``too_short``, ``unlabelled``."""
+    truncated: Tally = NO_SAMPLES
+    """Samples cut to `sequence_len`."""
+    unused_samples: int = 0
+    """Retained samples at the end of the stream that fill no round of ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Where a buffer begins."""
+
+    counts: StreamCounts = StreamCounts()
+    carried: tuple[tuple[int, Sample], ...] = ()
+    """Samples of the buffer before, with their numbers in the stream."""
+    batches: int = 0
+    """Microbatches of this rank before the buffer."""
+    labelled: bool | None = None
+    """Whether samples have labels; None: none was read yet."""
+    source: Any = None
+    """The state of the iterable, behind what was read; None: it has none, or nothing was read."""
+
+
+@dataclasses.dataclass
+class _Pass:
+    """One iteration over the stream."""
+
+    epoch: int = 0
+    mark: _Mark = _Mark()
+    position: int = 0
+    """Microbatches of this rank that are done."""
+    seed: int | None = None
+    """Of the buffer that begins at the mark; None: it was not read yet."""
+    counts: StreamCounts = StreamCounts()
+    shares: tuple[int, int, int] | None = None
+    """A DataLoader worker's number, how many there are, and the microbatch that number 0 began
+    with; None: in no worker."""
+
+
+class StreamingMultipack(IterableDataset[dict[str, Any]]):
+    """Yields the finished microbatches of one rank from an iterable of samples.
+
+    A sample is what `Collator` takes: a mapping with `input_ids` and, if it has them, `labels`.
+    Samples without labels are pretraining samples: every token is supervised. A DataLoader takes
+    the stream with ``batch_size=None``; with several workers its batches come in the order of a
+    single process.
+
+    Every rank is given the same iterable in the same order: one that deals its samples out to ranks
+    would leave each rank with a share of a share. What deals them out to DataLoader workers, as the
+    streams of Hugging Face do, may be given as it is, and yields everything here.
+
+    What is left when the stream ends, and fills no round of ranks, is treated by
+    `incomplete_batches`: ``drop`` leaves it out, with a warning that counts it; ``split`` does so
+    where there are too few samples to split.
+
+    After a full pass the next iteration is the next epoch, with or without `set_epoch`. It reads
+    the iterable again, in the order that the iterable then has: an iterable with a `set_epoch` of
+    its own, as those of Hugging Face have, is told the epoch.
+
+        >>> stream = StreamingMultipack(
+        ...     ({"input_ids": [i] * length} for i, length in enumerate([6, 6, 3], start=1)),
+        ...     sequence_len=10,
+        ...     sample_packing_sequentially=True,
+        ...     collator=Collator(attention="none"),
+        ... )
+        >>> [batch["input_ids"].tolist() for batch in stream]
+        [[[1, 1, 1, 1, 1, 1]], [[2, 2, 2, 2, 2, 2, 3, 3, 3]]]
+
+    Args:
+        iterable (Iterable): The samples. If it has `state_dict` and `load_state_dict`, resuming
+            goes on from its own position; else the samples before are read again and passed over.
+        config (Config): The settings; None: those of the collator.
+        rank (int): This rank's number. Needed when `world_size` is more than 1.
+        collator (Collator): Makes a batch of rows of samples.
+        **keys: Settings by name; they override those of `config`.
+
+    Raises:
+        TypeError: If something is of the wrong kind.
+        ValueError: As for `plan`; if the rank is missing or out of range; if
+            `label_balance_window_optim_steps` is more than 1; if the collator is for an evaluation,
+            or would lay out what is planned in another way.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Mapping[str, Any]],
+        config: Config | None = None,
+        *,
+        rank: int | None = None,
+        collator: Callable[[Any], dict[str, Any]],
+        **keys: Any,
+    ) -> None:
+        if not isinstance(iterable, Iterable):
+            raise TypeError(
+                f"iterable is a {type(iterable).__name__}, but must yield samples one by one"
+            )
+        if config is None and isinstance(collator, Collator):
+            config = collator.config
+        self.config = make_config(config, keys)
+        self.rank = checked_rank(rank, self.config.world_size)
+        self.iterable = iterable
+        self.collator = collator
+        if self.config.label_balance_window_optim_steps > 1:
+            raise ValueError(
+                "label_balance_window_optim_steps is "
+                f"{self.config.label_balance_window_optim_steps}, but must be 1 for a stream: the "
+                "buffers of a stream do not say where optimizer steps begin"
+            )
+        if isinstance(collator, Collator):
+            _check_agreement(self.config, collator)
+        # Settings that cannot be planned with fail here and not at the first batch.
+        plan_tensors(torch.empty(0, dtype=torch.int64), None, None, self.config, 0, "train")
+        # The position that the next iteration begins with, and the one under way.
+        self._start = _Pass()
+        self._latest = self._start
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield microbatches from the start of the stream, or from the position loaded."""
+        latest = self._latest = copy.copy(self._start)
+        latest.counts = latest.mark.counts
+        info = get_worker_info()
+        if info is None:
+            latest.shares = None
+        elif latest.shares is None or latest.shares[:2] != (info.id, info.num_workers):
+            latest.shares = (info.id, info.num_workers, latest.position)
+        return self._batches(latest)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration belongs to."""
+        return self._start.epoch
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What became of the samples so far, in the latest iteration of this process."""
+        return self._latest.counts
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; the current one keeps its position.
+
+        Args:
+            epoch (int): From 0.
+
+        Raises:
+            TypeError: If it is not an integer.
+            ValueError: If it is negative.
+        """
+        epoch = integer("epoch", epoch, least=0)
+        if epoch != self.epoch:
+            self._start = self._latest = _Pass(epoch=epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in this process as plain data.
+
+        Samples that wait for their turn are in it in so far as they cannot be read again: those
+        that were carried over from the buffer before. The rest of the buffer is read anew. With
+        DataLoader workers, the position is that of the worker's copy, as torchdata's
+        StatefulDataLoader asks for it; the copy in the main process has not moved.
+
+        Returns:
+            dict[str, Any]: Numbers, strings, lists and dicts of them, and what the `state_dict` of
+                the iterable holds.
+        """
+        latest = self._latest
+        mark = latest.mark
+        return {
+            "version": _VERSION,
+            **self._identity(),
+            "epoch": latest.epoch,
+            "position": latest.position,
+            "buffer": {
+                "seed": latest.seed,
+                "batches": mark.batches,
+                "labelled": mark.labelled,
+                "counts": dataclasses.asdict(mark.counts),
+                "carried": [[number, _to_state(sample)] for number, sample in mark.carried],
+                "source": mark.source,
+            },
+            "shares": None if latest.shares is None else list(latest.shares),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, ignore_data_skip: bool = False) -> None:
+        """Go to a saved position: the next iteration goes on from there.
+
+        The iterable must yield what it yielded before. Where it does not, the iteration stops with
+        an error at the first buffer.
+
+        Args:
+            state (Mapping): What `state_dict` returned. One that was saved in no worker serves all
+                ranks; one from a DataLoader worker is for that worker.
+            ignore_data_skip (bool): Do not go to the position, nor compare anything: start the
+                current epoch anew. Samples may be repeated or skipped.
+
+        Raises:
+            TypeError: If an epoch or position is no integer.
+            ValueError: If the state is of another version or was saved with other settings; the
+                stream is then as it was.
+        """
+        if ignore_data_skip:
+            self._start = self._latest = _Pass(epoch=self.epoch)
+            return
+        refuse_other_version(state, _VERSION)
+        refuse_differences(state, self._identity())
+        buffer, shares = state["buffer"], state["shares"]
+        counts = _counts_from(buffer["counts"])
+        self._start = self._latest = _Pass(
+            epoch=integer("epoch", state["epoch"], least=0),
+            mark=_Mark(
+                counts=counts,
+                carried=tuple(
+                    (number, _taken(sample, number)) for number, sample in buffer["carried"]
+                ),
+                batches=buffer["batches"],
+                labelled=buffer["labelled"],
+                source=buffer["source"],
+            ),
+            position=integer("position", state["position"], least=0),
+            seed=buffer["seed"],
+            counts=counts,
+            shares=None if shares is None else tuple(shares),
+        )
+
+    def _batches(self, latest: _Pass) -> Iterator[dict[str, Any]]:
+        """Yield what is left of a pass, then move on to the next epoch."""
+        worker, workers, base = latest.shares or (0, 1, latest.position)
+        fixed = layout(self.config, "train") in ("padded", "flattened")
+        mark, expected = latest.mark, latest.seed
+        source = self._source(latest)
+        ended = False
+        while not ended:
+            buffer, labelled = self._read(source, mark)
+            counts = self._counts(mark, buffer)
+            ended = counts.read < mark.counts.read + self.config.streaming_multipack_buffer_size
+            samples = [sample for _, sample in buffer]
+            seed = _seed(self.config, samples)
+            if expected not in (None, seed):
+                raise unavailable(
+                    f"the stream yields other samples than before, among those from number "
+                    f"{mark.counts.read} on"
+                )
+            expected = None
+            plan, rounds, rest = self._plan(samples, seed, ended)
+            counts = _with_dropped(counts, plan, [number for number, _ in buffer])
+            if ended:
+                counts = dataclasses.replace(counts, unused_samples=len(rest))
+            if worker == 0:
+                _warn(mark.counts, counts, self.config)
+            latest.mark, latest.seed, latest.counts = mark, seed, counts
+            rows = RowDataset(samples)
+            for k in range(rounds):
+                number = mark.batches + k
+                if number >= latest.position and (number - base) % workers == worker:
+                    latest.position = number + 1
+                    batch = plan[self.rank, k]
+                    yield self.collator(rows[batch[0] if fixed else batch])
+            mark = _Mark(
+                counts=counts,
+                carried=tuple(buffer[place] for place in rest),
+                batches=mark.batches + rounds,
+                labelled=labelled,
+                source=_state_of(self.iterable),
+            )
+            # The samples of one buffer go before those of the next come.
+            del buffer, samples, rows, plan
+        # A newer iteration or a set_epoch has taken over otherwise.
+        if self._latest is latest:
+            self._start = self._latest = _Pass(epoch=latest.epoch + 1, counts=latest.counts)
+
+    def _source(self, latest: _Pass) -> Iterator[Mapping[str, Any]]:
+        """Return the iterable's samples from the mark of a pass on."""
+        read, state = latest.mark.counts.read, latest.mark.source
+        if hasattr(self.iterable, "set_epoch"):
+            self.iterable.set_epoch(latest.epoch)
+        with _as_if_alone():
+            if isinstance(self.iterable, _Stateful) and state is not None:
+                self.iterable.load_state_dict(state)
+                return iter(self.iterable)
+            source = iter(self.iterable)
+            passed_over = sum(1 for _ in itertools.islice(source, read))
+        if passed_over < read:
+            raise unavailable(
+                f"the stream ends after {passed_over} samples, but {read} were read before"
+            )
+        return source
+
+    def _read(
+        self, source: Iterator[Mapping[str, Any]], mark: _Mark
+    ) -> tuple[list[tuple[int, Sample]], bool | None]:
+        """Read a buffer: what was carried over, and new samples behind it.
+
+        Returns:
+            tuple: The samples with their numbers in the stream, and whether they have labels.
+        """
+        buffer, labelled = list(mark.carried), mark.labelled
+        with _as_if_alone():
+            new = itertools.islice(source, self.config.streaming_multipack_buffer_size)
+            for number, sample in enumerate(new, mark.counts.read):
+                taken = _taken(sample, number)
+                if labelled is None:
+                    labelled = "labels" in taken
+                if ("labels" in taken) != labelled:
+                    has, lacks = (0, number) if labelled else (number, 0)
+                    raise ValueError(
+                        f"sample {lacks} of the stream has no 'labels', but sample {has} has: give "
+                        "them to all samples, or to none"
+                    )
+                buffer.append((number, taken))
+        return buffer, labelled
+
+    def _counts(self, mark: _Mark, buffer: list[tuple[int, Sample]]) -> StreamCounts:
+        """Count the new samples of a buffer, and those among them that are not kept whole."""
+        new = buffer[len(mark.carried) :]
+        truncated = mark.counts.truncated
+        if self.config.excess_length_strategy != "drop":
+            for number, sample in new:
+                length, bound = len(sample["input_ids"]), self.config.sequence_len or 0
+                if length <= bound:
+                    continue
+                if self.config.excess_length_strategy == "raise":
+                    raise ValueError(
+                        f"sample {number} of the stream has {length} tokens, more than "
+                        f"sequence_len {bound}; raise sequence_len, or set excess_length_strategy "
+                        "to drop or truncate"
+                    )
+                truncated = truncated.plus(Tally(1, number, length))
+        read = mark.counts.read + len(new)
+        return dataclasses.replace(mark.counts, read=read, truncated=truncated)
+
+    def _plan(self, samples: list[Sample], seed: int, ended: bool) -> tuple[Plan, int, list[int]]:
+        """Plan a buffer.
+
+        Returns:
+            tuple: The plan, how many of its rounds are to be used, and the places in the buffer of
+                the retained samples that are not in these.
+        """
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples], dtype=torch.int64)
+        counts = starts = None
+        if samples and "labels" in samples[0]:
+            labels = np.concatenate([sample["labels"] for sample in samples])
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            counts, starts = count_labels(torch.from_numpy(labels), offsets, self.config)
+
+        def planned(policy: str) -> Plan:
+            config = self.config.replace(data_seed=seed, incomplete_batches=policy)
+            return plan_tensors(lengths, counts, starts, config, 0, "train")
+
+        # Filled up, a plan holds all samples that are retained, and tells which end the last round.
+        plan, policy = planned("fill"), self.config.incomplete_batches
+        repeated = plan.report["repeated_samples"]
+        if not repeated or (ended and policy == "fill"):
+            return plan, len(plan), []
+        rows = plan.row_offsets.numel() - 1
+        if ended and policy == "split" and plan.report["retained"] >= rows:
+            plan = planned("split")
+            return plan, len(plan), []
+        last_round = plan.batch_offsets[-1 - self.config.world_size]
+        rest = plan.index[plan.row_offsets[last_round] : plan.index.numel() - repeated]
+        return plan, len(plan) - 1, sorted(rest.tolist())
+
+    def _identity(self) -> dict[str, Any]:
+        """What the order of samples depends on, the samples aside."""
+        return {"settings": order_settings(self.config, "train", streaming=True)}
+
+
+@contextlib.contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Hide from the iterable that it runs in a DataLoader worker.
+
+    Streams of Hugging Face would yield each worker its own samples, but here all workers read all.
+    """
+    info, worker_module._worker_info = worker_module._worker_info, None
+    try:
+        yield
+    finally:
+        worker_module._worker_info = info
+
+
+def _check_agreement(config: Config, collator: Collator) -> None:
+    """Refuse a collator that would make other batches than are planned."""
+    if collator.split != "train":
+        raise ValueError(
+            "the collator is for split 'eval', but a stream is for training; evaluate with "
+            "MultipackBatchSampler"
+        )
+    theirs = collator.config
+    pairs = {key: (getattr(config, key), getattr(theirs, key)) for key in _COLLATED_KEYS}
+    pairs["layout"] = (layout(config, "train"), layout(theirs, "train"))
+    if theirs.sequence_len is not None or config.excess_length_strategy == "truncate":
+        pairs["sequence_len"] = (config.sequence_len, theirs.sequence_len)
+    for key, (ours, other) in pairs.items():
+        if ours != other:
+            raise ValueError(
+                f"{key} is {ours!r} for the stream, but {other!r} for the collator: give both the "
+                "same config"
+            )
+
+
+def _state_of(iterable: Iterable[Any]) -> Any:
+    """Return a copy of the state of an iterable, or None if it has none."""
+    return copy.deepcopy(iterable.state_dict()) if isinstance(iterable, _Stateful) else None
+
+
+def _taken(sample: Any, number: int) -> Sample:
+    """Return a sample of the stream with its tokens and labels as arrays."""
+    if not isinstance(sample, Mapping):
+        raise TypeError(
+            f"sample {number} of the stream is a {type(sample).__name__}, but a sample is a "
+            "mapping with 'input_ids'"
+        )
+    if "input_ids" not in sample:
+        raise ValueError(
+            f"sample {number} of the stream has no 'input_ids', but {', '.join(sorted(sample))}"
+        )
+    taken = dict(sample)
+    for key in taken.keys() & {"input_ids", "labels"}:
+        taken[key] = np.asarray(token_array(taken[key], key, number))
+    tokens, labels = len(taken["input_ids"]), len(taken.get("labels", taken["input_ids"]))
+    if tokens != labels:
+        raise ValueError(
+            f"sample {number} of the stream has {tokens} input_ids but {labels} labels: give one "
+            "for each token"
+        )
+    return taken
+
+
+def _seed(config: Config, samples: list[Sample]) -> int:
+    """Hash the tokens of a buffer and the planning seed."""
+    seed = config.seed if config.data_seed is None else config.data_seed
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+    for sample in samples:
+        tokens = np.ascontiguousarray(sample["input_ids"], dtype="<i8")
+        digest.update(tokens.size.to_bytes(8, "little"))
+        digest.update(tokens.data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _with_dropped(counts: StreamCounts, plan: Plan, numbers: list[int]) -> StreamCounts:
+    """Count what a plan has dropped; `numbers` are those of its samples in the stream."""
+    dropped = {}
+    for reason, tally in plan.stats.dropped.items():
+        if tally.first is not None:
+            tally = dataclasses.replace(tally, first=numbers[tally.first])
+        dropped[reason] = counts.dropped.get(reason, NO_SAMPLES).plus(tally)
+    return dataclasses.replace(counts, dropped=dropped)
+
+
+def _warn(before: StreamCounts, now: StreamCounts, config: Config) -> None:
+    """Tell once that samples are dropped or cut, and at the end what was left over."""
+
+    def told(counts: StreamCounts) -> list[str]:
+        fates = {**counts.dropped, "truncated": counts.truncated}
+        return [f"{fate}: {tally}" for fate, tally in fates.items() if tally.count]
+
+    if told(now) and not told(before):
+        warnings.warn(
+            f"of the first {now.read} samples of the stream some are not kept whole: "
+            f"{', '.join(told(now))}; `counts` goes on counting",
+            stacklevel=3,
+        )
+    if now.unused_samples:
+        warnings.warn(
+            f"the stream ended with {now.unused_samples} samples that do not fill a round of "
+            f"{config.world_size} ranks and are left out; incomplete_batches: fill keeps them",
+            stacklevel=3,
+        )
+
+
+def _to_state(sample: Sample) -> dict[str, Any]:
+    """Write a sample as plain data; arrays that are no tokens as tensors, to keep their dtype."""
+
+    def plain(key: str, value: Any) -> Any:
+        if key in ("input_ids", "labels") or isinstance(value, np.generic):
+            return value.tolist()
+        return torch.tensor(value) if isinstance(value, np.ndarray) else value
+
+    return {key: plain(key, value) for key, value in sample.items()}
+
+
+def _counts_from(state: Mapping[str, Any]) -> StreamCounts:
+    return StreamCounts(
+        read=state["read"],
+        dropped={reason: Tally(**tally) for reason, tally in state["dropped"].items()},
+        truncated=Tally(**state["truncated"]),
+        unused_samples=state["unused_samples"],
+    )
