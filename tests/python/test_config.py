@@ -257,7 +257,9 @@ def test_layout_size_and_capacity_are_what_the_planner_makes_of_them(
     assert len(plan) * batch_size(config, split) == 12
 
 
-@pytest.mark.parametrize("module", ["_config", "_plan", "collate", "dataset", "sampler", "streaming"])
+@pytest.mark.parametrize(
+    "module", ["_config", "_plan", "collate", "dataset", "sampler", "streaming"]
+)
 def test_the_examples_in_the_docstrings_hold(module: str) -> None:
     names = {name: getattr(multipack, name) for name in multipack.__all__} | {"torch": torch}
 

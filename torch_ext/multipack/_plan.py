@@ -25,6 +25,7 @@ from multipack import ops
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, token_tensor
 from multipack._config import Config, Split, checked_split, make_config
 from multipack._stats import Stats
+from multipack._verify import check_equality, check_inputs, check_promises
 
 _FORMAT = 1
 _TENSORS = ("index", "row_offsets", "batch_offsets")
@@ -114,8 +115,40 @@ class Plan:
         digest: str = self.report["digest"]
         return digest
 
+    def verify(
+        self,
+        lengths: Integers,
+        label_counts: Integers | None = None,
+        *,
+        label_starts: Bools | None = None,
+    ) -> None:
+        """Check that this is the plan of these samples, and that it keeps every promise.
+
+        Each retained sample is there once, beside marked repeats; no row holds more than its
+        capacity; every rank has as many microbatches; and a fresh plan is equal to this one.
+
+        Args:
+            lengths: As for `plan`: what it was made from.
+            label_counts: As for `plan`.
+            label_starts: As for `plan`.
+
+        Raises:
+            TypeError: As for `plan`.
+            ValueError: If something is wrong; the text says what, and where.
+        """
+        tokens = int64_tensor("lengths", lengths)
+        counts = None if label_counts is None else int64_tensor("label_counts", label_counts)
+        starts = None if label_starts is None else bool_tensor("label_starts", label_starts)
+        split, epoch = self.report["split"], self.report["epoch"]
+        fresh = plan_tensors(tokens, counts, starts, self.config, epoch, split)
+        check_inputs(self, fresh)
+        check_promises(self, tokens.numpy(), None if counts is None else counts.numpy())
+        check_equality(self, fresh)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a NumPy archive, with its settings and its report as JSON.
+
+        Equal plans make equal files, byte for byte, wherever and whenever they are written.
 
         Args:
             path (str | os.PathLike): The file, overwritten if it exists. No suffix is added.

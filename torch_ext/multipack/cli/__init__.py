@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import multipack
 
-from . import demo
+from . import demo, plan
 from ._errors import CliError
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "plan": plan}
 
 
 class _Parser(argparse.ArgumentParser):
