@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,41 @@ def test_other_processes_and_thread_counts_make_the_same_plan() -> None:
     }
 
     assert len(digests) == 1
+
+
+def test_planning_can_be_interrupted() -> None:
+    """A real Ctrl-C: the planner was still at work when Python heard it."""
+    code = (
+        "import os, signal, threading, time\n"
+        "import numpy, multipack\n"
+        "lengths = numpy.random.default_rng(0).integers(1, 4096, 1_000_000)\n"
+        "def planners():\n"
+        "    return [t for t in threading.enumerate() if t.name == 'multipack plan']\n"
+        "def interrupt():\n"
+        "    while not planners():\n"
+        "        time.sleep(0.001)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=interrupt).start()\n"
+        "try:\n"
+        "    multipack.plan(lengths, sequence_len=4096, sample_packing_algorithm='tight')\n"
+        "except KeyboardInterrupt:\n"
+        "    print(len(planners()), 'planner at work')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "1 planner at work\n"
+
+
+def test_a_long_plan_is_the_same_in_any_thread_and_its_errors_are_too() -> None:
+    lengths = np.random.default_rng(0).integers(1, 4096, 1_000_000)
+    with ThreadPoolExecutor() as pool:
+        elsewhere = pool.submit(plan, lengths, sequence_len=4096).result()
+
+    assert elsewhere.digest == plan(lengths, sequence_len=4096).digest
+    lengths[-1] = -1
+    with pytest.raises(ValueError, match="sample 999999 has length -1"):
+        plan(lengths, sequence_len=4096)
 
 
 ALGORITHMS = ("best_fit_decreasing", "first_fit", "next_fit")

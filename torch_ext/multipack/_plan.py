@@ -12,11 +12,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import threading
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +30,12 @@ from multipack._stats import Stats
 from multipack._verify import check_equality, check_inputs, check_promises
 
 _FORMAT = 1
+# From so many samples on, planning can take seconds, and Ctrl-C is to be heard meanwhile.
+_LONG = 1_000_000
 _TENSORS = ("index", "row_offsets", "batch_offsets")
+
+
+_T = TypeVar("_T")
 
 
 class Repeat(int):
@@ -230,6 +237,7 @@ def plan(
         Plan: The schedule.
 
     Raises:
+        KeyboardInterrupt: Soon after Ctrl-C, however large the input, in the main thread.
         TypeError: If something is of the wrong kind.
         ValueError: If settings, lengths or label counts are out of range or do not fit together; if
             several ranks have fewer microbatches than ranks and `incomplete_batches` is ``drop``.
@@ -258,11 +266,38 @@ def plan_tensors(
     split: Split,
 ) -> Plan:
     """Plan from tensors and settings that are already checked, without warnings; see `plan`."""
-    index, row_offsets, batch_offsets, report = ops.plan(
-        lengths, label_counts, label_starts, config.to_json(), epoch, split == "eval"
-    )
+
+    def work() -> ops.PlanTensors:
+        return ops.plan(
+            lengths, label_counts, label_starts, config.to_json(), epoch, split == "eval"
+        )
+
+    is_long = lengths.numel() >= _LONG and threading.current_thread() is threading.main_thread()
+    index, row_offsets, batch_offsets, report = _interruptible(work) if is_long else work()
     facts = json.loads(report.numpy().tobytes())
     return Plan(index, row_offsets, batch_offsets, config, facts)
+
+
+def _interruptible(work: Callable[[], _T]) -> _T:
+    """Run `work`, which holds no lock of Python, so that signals are handled meanwhile.
+
+    Python runs signal handlers in the main thread, between two of its instructions: so the main
+    thread waits in short steps. After an interrupt the work goes on unheard, and ends with the
+    process.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="multipack plan", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+    return outcome.result()
 
 
 def warn_of(plan: Plan, stacklevel: int) -> None:
