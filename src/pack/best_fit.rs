@@ -24,7 +24,7 @@
 //! O(distinct lengths × groups touched), a few ten thousand steps for any number of samples. Then
 //! the samples are dealt to the rows: O(n).
 //!
-//! Where rows may hold only so many samples, sorted order is poor, and [`even_fill`] takes over.
+//! Where rows may hold only so many samples, sorted order is poor, and `even_fill` takes over.
 
 use std::collections::BTreeMap;
 

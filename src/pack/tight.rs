@@ -37,7 +37,7 @@
 //!
 //! All of it works on the histogram, so that time depends on the number of distinct lengths and of
 //! rows that are hard to fill, not on n. The tries are counted and bounded, in all by
-//! [`FIXED_TRIES`] + [`TRIES_PER_ITEM`] × n, a few seconds for ten million samples.
+//! `FIXED_TRIES` + `TRIES_PER_ITEM` × n, a few seconds for ten million samples.
 
 use super::patterns::{Part, Patterns};
 use super::stock::{Row, Stock};
