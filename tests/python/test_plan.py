@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import subprocess
@@ -64,6 +65,14 @@ def test_a_sample_is_dropped_whole_and_counted_with_one_warning() -> None:
         stats.dropped["over_long"].first,
         stats.dropped["over_long"].longest,
     ) == (2, 1, 12)
+
+
+def test_a_sample_longer_than_many_rows_is_dropped_like_any_other() -> None:
+    """Splitting it would run its positions past the capacity."""
+    with pytest.warns(UserWarning, match="1 dropped as longer than sequence_len 10"):
+        made = plan([25, 4, 4], sequence_len=10)
+
+    assert sorted_rows(made) == [[1, 2]]
 
 
 def test_what_survives_a_dropped_sample_is_complete() -> None:
@@ -447,6 +456,47 @@ def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
     assert first.tolist() != plan(lengths, sequence_len=64, seed=1, epoch=0).index.tolist()
 
 
+ALGORITHMS = ("best_fit_decreasing", "tight", "first_fit", "next_fit")
+
+
+def lognormal(seeded: np.random.Generator, n: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Lengths with a long tail, as those of chats are."""
+    return np.clip(seeded.lognormal(5, 1, n), 1, 2048).astype(np.int64)
+
+
+def pairs(plan: Plan) -> set[tuple[int, int]]:
+    """All pairs of samples that share a row."""
+    return {pair for row in rows_of(plan) for pair in itertools.combinations(sorted(row), 2)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_shares_a_row_differs_by_epoch(seed: int, algorithm: str) -> None:
+    """A packer that sorts would put the same samples together in every epoch.
+
+    Samples of equal length take turns: here each length has a hundred.
+    """
+    lengths = np.random.default_rng(seed).permutation(np.repeat(np.arange(100, 500, 20), 100))
+    first, second = (
+        pairs(plan(lengths, sequence_len=2048, sample_packing_algorithm=algorithm, epoch=epoch))
+        for epoch in (0, 1)
+    )
+
+    assert len(first & second) < 0.15 * len(first)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_neighbouring_microbatches_are_not_alike(
+    seeded: np.random.Generator, algorithm: str
+) -> None:
+    """Sorted by length they would be, and the loss would go up and down with them."""
+    made = plan(lognormal(seeded, 5000), sequence_len=2048, sample_packing_algorithm=algorithm)
+
+    correlation = made.stats.after.length_correlation
+    assert correlation is not None
+    assert abs(correlation) <= 3 / len(made) ** 0.5
+
+
 def test_data_seed_stands_in_for_seed() -> None:
     lengths = list(range(1, 40))
 
@@ -509,9 +559,6 @@ def test_a_long_plan_is_the_same_in_any_thread_and_its_errors_are_too() -> None:
     lengths[-1] = -1
     with pytest.raises(ValueError, match="sample 999999 has length -1"):
         plan(lengths, sequence_len=4096)
-
-
-ALGORITHMS = ("best_fit_decreasing", "first_fit", "next_fit")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -632,7 +679,9 @@ def test_a_missing_plan_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"sequence_len": 16}, {"align_samples_to": 8}, {"seed": 1}], ids=repr
+    "keys",
+    [{"sequence_len": 16}, {"align_samples_to": 8}, {"pad_to_multiple_of": 8}, {"seed": 1}],
+    ids=repr,
 )
 def test_plans_of_other_settings_have_other_digests(keys: dict[str, Any]) -> None:
     lengths = [3, 5, 2, 4, 7]

@@ -111,6 +111,31 @@ def test_ranks_share_the_plan_out() -> None:
     assert list(range(12)) == sorted(flat(together))
 
 
+def test_ranks_with_another_seed_are_told_apart_by_the_digest() -> None:
+    """With seeds of their own, some samples are seen twice and others never."""
+    ranks = [sampler([8] * 40, world_size=2, rank=rank, seed=11) for rank in (0, 1)]
+    stray = sampler([8] * 40, world_size=2, rank=1, seed=12)
+
+    assert ranks[0].plan.digest == ranks[1].plan.digest != stray.plan.digest
+    assert list(range(40)) == sorted(flat(ranks[0]) + flat(ranks[1]))
+    with pytest.raises(ValueError, match="data_seed was 11 and is now 12"):
+        stray.load_state_dict(ranks[0].state_dict())
+
+
+def test_a_framework_that_builds_it_anew_is_told_to_leave_it_alone() -> None:
+    """Lightning calls the class with (sampler, batch_size=…, drop_last=…) on several devices."""
+    made = sampler()
+
+    with pytest.raises(TypeError) as caught:
+        type(made)(made.sampler, batch_size=made.batch_size, drop_last=made.drop_last)
+
+    assert str(caught.value) == (
+        "lengths is a sampler: a framework seems to build the batch sampler anew, to share it out "
+        "over ranks, which it does by itself; tell the framework to leave it alone "
+        "(Lightning: Trainer(use_distributed_sampler=False))"
+    )
+
+
 def test_a_framework_that_deals_whole_batches_out_gets_each_ranks_share() -> None:
     """Wrapping a sampler that is already a rank's would leave each rank a quarter of the data."""
     for rank in (0, 1):
@@ -157,7 +182,7 @@ def test_the_length_is_counted_and_not_estimated(policy: str, count: int) -> Non
         assert count == len(made) == len(list(made))
 
 
-@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit", "next_fit"])
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "tight", "first_fit", "next_fit"])
 def test_the_length_is_exact_and_equal_on_all_ranks_in_every_epoch(
     seeded: np.random.Generator, algorithm: str
 ) -> None:
@@ -182,6 +207,26 @@ def test_the_length_is_exact_and_equal_on_all_ranks_in_every_epoch(
         promised = {len(made) for made in samplers}
         assert len(promised) == 1
         assert promised == {len(list(made)) for made in samplers}
+
+
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "next_fit"])
+def test_shuffling_never_gives_one_rank_more_than_another(algorithm: str) -> None:
+    """Batches cut after shuffling, by tokens, came out in other numbers on each card."""
+    lengths = np.random.default_rng(0).integers(1, 60, 200)
+    for seed in range(200):
+        samplers = [
+            sampler(
+                lengths,
+                sequence_len=64,
+                sample_packing_algorithm=algorithm,
+                world_size=3,
+                rank=rank,
+                seed=seed,
+            )
+            for rank in range(3)
+        ]
+        for _ in range(3):
+            assert len({len(list(made)) for made in samplers}) == 1
 
 
 def test_the_length_changes_with_the_epoch_where_the_rows_do() -> None:
