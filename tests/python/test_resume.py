@@ -208,6 +208,17 @@ def test_another_fingerprint_alone_is_warned_about(before: Any, now: Any, text: 
 # ---- without a position ----
 
 
+@pytest.mark.parametrize("key", ["epoch", "position"])
+def test_a_state_that_lacks_a_number_is_refused(key: str) -> None:
+    state = six_batches().state_dict()
+    del state[key]
+
+    with pytest.raises(TypeError) as caught:
+        six_batches().load_state_dict(state)
+
+    assert str(caught.value) == f"{key} is None, but must be an integer"
+
+
 def test_more_consumed_than_yielded_makes_the_position_unknown_and_stops_nothing() -> None:
     made = six_batches()
     batches = iter(made)

@@ -344,6 +344,23 @@ def test_every_position_brings_back_exactly_the_rest(keys: dict[str, Any], sourc
         assert whole == ids(again)
 
 
+@pytest.mark.parametrize("source", [Samples, StatefulSamples, hugging_face])
+def test_a_pass_that_was_given_up_takes_nothing_from_the_next(source: Any) -> None:
+    """An iterable that knows its position would go on from where the last pass stopped."""
+    whole = ids(stream(source()))
+    made = stream(source())
+
+    assert whole[:1] == ids(iter(made), 1)
+    assert whole[:28] == ids(iter(made), 28)
+    state = made.state_dict()
+    assert whole == ids(made)
+    again = stream(source())
+    again.load_state_dict(state)
+    assert whole[28:30] == ids(iter(again), 2)
+    again.load_state_dict(state, ignore_data_skip=True)
+    assert whole == ids(again)
+
+
 def test_a_stream_can_stop_twice_in_one_buffer() -> None:
     whole = ids(stream())
     seen: list[Any] = []
@@ -396,6 +413,26 @@ def test_a_stream_that_knows_its_position_is_not_read_from_the_start() -> None:
 
     assert ids(stream())[30:] == rest
     assert state["buffer"]["source"] == {"at": 30}
+
+
+def test_a_shuffled_hugging_face_stream_comes_back_exactly() -> None:
+    """Its own state leaves out the samples that wait to be shuffled."""
+
+    def shuffled() -> Any:
+        return hugging_face().shuffle(seed=3, buffer_size=15)
+
+    whole = stream(shuffled())
+    epochs = [ids(whole), ids(whole)]
+    assert epochs[0] != epochs[1]
+
+    for position in (0, 5, 30, len(epochs[1]) - 1):
+        running = stream(shuffled())
+        running.set_epoch(1)
+        ids(iter(running), position)
+        again = stream(shuffled())
+        again.load_state_dict(through_a_file(running.state_dict()))
+
+        assert epochs[1][position:] == ids(again)
 
 
 def test_further_keys_and_dtypes_survive_the_state() -> None:

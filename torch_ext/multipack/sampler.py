@@ -315,15 +315,16 @@ class MultipackBatchSampler(Sampler[Batch]):
         """Return the epoch and the position of a state, which must belong to this order."""
         refuse_other_version(state, _VERSION)
         refuse_differences(state, self._identity())
-        if state["replay_error"] is not None:
-            raise unavailable(state["replay_error"])
-        epoch = integer("epoch", state["epoch"], least=0)
-        position = integer("position", state["position"], least=0)
+        if (fault := state.get("replay_error")) is not None:
+            raise unavailable(fault)
+        epoch = integer("epoch", state.get("epoch"), least=0)
+        position = integer("position", state.get("position"), least=0)
         plan = self._plan_of(epoch)
-        same_settings = state["settings_digest"] == self._inputs["settings"]
-        if state["plan_digest"] is not None and same_settings:
+        # A plan's digest also follows settings that only shape batches, and may have changed.
+        same_settings = state.get("settings_digest") == self._inputs["settings"]
+        if state.get("plan_digest") is not None and same_settings:
             refuse_differences(state, {"plan_digest": plan.digest})
-        before, now = state["fingerprint"], self.fingerprint
+        before, now = state.get("fingerprint"), self.fingerprint
         if before is not None and now is not None and before != now:
             warnings.warn(
                 f"the data set's fingerprint was {before!r} and is now {now!r}; lengths and label "

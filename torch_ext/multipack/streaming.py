@@ -130,7 +130,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
 
     Args:
         iterable (Iterable): The samples. If it has `state_dict` and `load_state_dict`, resuming
-            goes on from its own position; else the samples before are read again and passed over.
+            goes on from its own position, if that is exact; else the samples before are read again
+            and passed over.
         config (Config): The settings; None: those of the collator.
         rank (int): This rank's number. Needed when `world_size` is more than 1.
         collator (Collator): Makes a batch of rows of samples.
@@ -175,6 +176,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         # The position that the next iteration begins with, and the one under way.
         self._start = _Pass()
         self._latest = self._start
+        # The state of the iterable before a pass that has not come to its end.
+        self._origin: Any = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield microbatches from the start of the stream, or from the position loaded."""
@@ -287,20 +290,26 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         worker, workers, base = latest.shares or (0, 1, latest.position)
         fixed = layout(self.config, "train") in ("padded", "flattened")
         mark, expected = latest.mark, latest.seed
-        source = self._source(latest)
+        source = self._source(latest.epoch, mark)
         ended = False
         while not ended:
             buffer, labelled = self._read(source, mark)
-            counts = self._counts(mark, buffer)
-            ended = counts.read < mark.counts.read + self.config.streaming_multipack_buffer_size
             samples = [sample for _, sample in buffer]
             seed = _seed(self.config, samples)
             if expected not in (None, seed):
-                raise unavailable(
-                    f"the stream yields other samples than before, among those from number "
-                    f"{mark.counts.read} on"
-                )
+                if mark.source is None:
+                    raise unavailable(
+                        "the stream yields other samples than before, among those from number "
+                        f"{mark.counts.read} on"
+                    )
+                # The state of a Hugging Face stream leaves out what waits to be shuffled. To read
+                # everything again is slow, but exact.
+                mark = dataclasses.replace(mark, source=None)
+                source = self._source(latest.epoch, mark)
+                continue
             expected = None
+            counts = self._counts(mark, buffer)
+            ended = counts.read < mark.counts.read + self.config.streaming_multipack_buffer_size
             plan, rounds, rest = self._plan(samples, seed, ended)
             counts = _with_dropped(counts, plan, [number for number, _ in buffer])
             if ended:
@@ -326,17 +335,24 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             del buffer, samples, rows, plan
         # A newer iteration or a set_epoch has taken over otherwise.
         if self._latest is latest:
+            self._origin = None
             self._start = self._latest = _Pass(epoch=latest.epoch + 1, counts=latest.counts)
 
-    def _source(self, latest: _Pass) -> Iterator[Mapping[str, Any]]:
-        """Return the iterable's samples from the mark of a pass on."""
-        read, state = latest.mark.counts.read, latest.mark.source
+    def _source(self, epoch: int, mark: _Mark) -> Iterator[Mapping[str, Any]]:
+        """Return the iterable's samples in an epoch from a mark on."""
+        read, state = mark.counts.read, mark.source
         if hasattr(self.iterable, "set_epoch"):
-            self.iterable.set_epoch(latest.epoch)
+            self.iterable.set_epoch(epoch)
         with _as_if_alone():
-            if isinstance(self.iterable, _Stateful) and state is not None:
-                self.iterable.load_state_dict(state)
-                return iter(self.iterable)
+            if isinstance(self.iterable, _Stateful):
+                # It would go on from where a pass was given up, and samples would be lost.
+                if self._origin is None:
+                    self._origin = _state_of(self.iterable)
+                else:
+                    self.iterable.load_state_dict(self._origin)
+                if state is not None:
+                    self.iterable.load_state_dict(state)
+                    return iter(self.iterable)
             source = iter(self.iterable)
             passed_over = sum(1 for _ in itertools.islice(source, read))
         if passed_over < read:
