@@ -163,7 +163,7 @@ pub struct Config {
     pub sample_packing_group_size: Option<u64>,
     /// Even out the supervised tokens.
     pub balance_labels: bool,
-    /// Optimizer steps balanced together.
+    /// Optimizer steps balanced together. The whole epoch is, so that any window is covered.
     pub label_balance_window_optim_steps: u64,
     /// What the work of a microbatch is measured by.
     pub balance_cost: BalanceCost,
@@ -412,8 +412,12 @@ impl Config {
     /// Refuses settings that exclude one another or would have no effect.
     fn check_together(&self) -> Result<()> {
         let conflict = |message: String| Err(Error::SettingConflict { message });
-        if self.balance_labels {
-            return conflict("balance_labels: label balancing is not part of this version".into());
+        if self.balance_labels && self.sample_packing_sequentially {
+            return conflict(
+                "balance_labels moves samples between batches, so it cannot keep the order of \
+                 sample_packing_sequentially"
+                    .into(),
+            );
         }
         if self.batch_flattening && self.sample_packing {
             return conflict(

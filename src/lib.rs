@@ -24,6 +24,7 @@
 //! # Ok::<(), multipack::Error>(())
 //! ```
 
+mod balance;
 pub mod batch;
 pub mod config;
 mod digest;

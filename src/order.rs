@@ -15,6 +15,8 @@ use xxhash_rust::xxh3::xxh3_64;
 pub enum Purpose {
     /// Packing: the visiting order, who is dealt to which row, the order of the rows.
     Pack = 1,
+    /// Balancing: ties, and the order of steps and microbatches.
+    Balance = 2,
 }
 
 /// A seeded stream of random numbers.

@@ -7,6 +7,7 @@
 
 use serde::Serialize;
 
+use crate::balance;
 use crate::config::{BatchLayout, Config, Incomplete, Split};
 use crate::digest::Digest;
 use crate::order::{Purpose, Stream};
@@ -163,9 +164,19 @@ pub fn plan(
         },
     };
     let all_rows = rows.len();
-    let schedule = Schedule::complete(rows, round)?;
+    let mut schedule = Schedule::complete(rows, round)?;
     let warnings = warnings(&samples, &schedule, round, all_rows);
-    let mut after = Stats::of(&schedule, round, &samples, config, split, bounds, threads);
+    let measure =
+        |schedule: &Schedule| Stats::of(schedule, round, &samples, config, split, bounds, threads);
+    let mut before = measure(&schedule);
+    let mut after = before.clone();
+    if config.balance_labels && split == Split::Train {
+        let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Balance);
+        balance::balance(&mut schedule, round, &samples, config, &mut stream);
+        after = measure(&schedule);
+    }
+    let floor = label_counts.and_then(|_| balance::label_std_floor(&schedule, round, &samples));
+    (before.label_std_floor, after.label_std_floor) = (floor, floor);
     let Schedule {
         rows,
         repeated_items,
@@ -197,6 +208,7 @@ pub fn plan(
             if layout.is_packed() {
                 let real = &rows.slots[..rows.slots.len() - repeated_items];
                 after.lower_bound = pack::lower_bound(real, bounds);
+                before.lower_bound = after.lower_bound;
             }
         }),
     ];
@@ -224,7 +236,7 @@ pub fn plan(
         dropped: samples.dropped.clone(),
         truncated: samples.truncated.clone(),
         warnings,
-        before: after.clone(),
+        before,
         after,
     };
     Ok(Plan {
@@ -375,8 +387,9 @@ fn lay_rows(
         limit: limit as u32,
     };
     if packed {
+        let mix = config.balance_labels && split == Split::Train;
         return Ok((
-            pack::pack(&samples.slots, bounds, config, &mut stream, threads),
+            pack::pack(&samples.slots, bounds, config, mix, &mut stream, threads),
             bounds,
         ));
     }

@@ -311,10 +311,23 @@ impl<'a> Samples<'a> {
         all - u64::from(self.loses_first_label(first as usize))
     }
 
+    /// Supervised tokens of a retained sample that is not the first of its row.
+    pub fn label_count(&self, item: usize) -> u32 {
+        match self.inputs.label_counts {
+            Some(counts) => counts[self.sample(item)] as u32,
+            None => self.length(item) as u32 - u32::from(self.mask_first_label),
+        }
+    }
+
+    /// Whether samples differ in what they lose by standing first in a row.
+    pub fn leads_differ(&self) -> bool {
+        !self.mask_first_label && self.inputs.label_starts.is_some()
+    }
+
     /// Whether a retained sample loses a label by standing first in its row: the causal shift
     /// leaves nothing that predicts its first token. Not where `mask_first_label` has removed that
     /// label everywhere.
-    fn loses_first_label(&self, item: usize) -> bool {
+    pub fn loses_first_label(&self, item: usize) -> bool {
         if self.mask_first_label {
             return false;
         }

@@ -33,6 +33,9 @@ pub struct Stats {
     pub mean_labels: Option<f64>,
     /// Standard deviation of the labels of a microbatch.
     pub microbatch_label_std: Option<f64>,
+    /// What `microbatch_label_std` could be at best, however samples were exchanged; none without
+    /// label counts.
+    pub label_std_floor: Option<f64>,
     /// Standard deviation of the labels of a complete optimizer step.
     pub step_label_std: Option<f64>,
     /// Standard deviation of the real tokens of a complete optimizer step.
@@ -228,8 +231,9 @@ impl Sums {
         };
         Stats {
             rows: self.rows,
-            // For packed rows the planner works it out beside the digests.
+            // The planner works out the bound of packed rows, and the floor.
             lower_bound: self.rows,
+            label_std_floor: None,
             efficiency: ratio(self.tokens.sum as f64, space as f64),
             mean_unpadded_length: self.tokens.mean(),
             padding_tokens: self.size - self.tokens.sum,

@@ -137,8 +137,9 @@ fn switches_choices_seeds_and_weights_are_checked() {
 fn settings_that_exclude_one_another_are_refused() {
     for (settings, text) in [
         (
-            r#"{"balance_labels": true}"#,
-            "balance_labels: label balancing is not part of this version",
+            r#"{"balance_labels": true, "sample_packing_sequentially": true}"#,
+            "balance_labels moves samples between batches, so it cannot keep the order of \
+             sample_packing_sequentially",
         ),
         (
             r#"{"batch_flattening": true}"#,

@@ -25,6 +25,8 @@ const SETTINGS: &[&str] = &[
     r#"{"sequence_len": 64, "sample_packing_algorithm": "next_fit", "sample_packing_group_size": 16}"#,
     r#"{"sequence_len": 64, "sample_packing_sequentially": true, "align_samples_to": 8}"#,
     r#"{"sequence_len": 64, "sample_packing": false, "micro_batch_size": 4, "world_size": 2}"#,
+    r#"{"sequence_len": 64, "balance_labels": true, "world_size": 2}"#,
+    r#"{"sequence_len": 64, "balance_labels": true, "sample_packing": false, "micro_batch_size": 4}"#,
     r#"{"sequence_len": 64, "world_size": 3, "incomplete_batches": "split", "excess_length_strategy": "truncate"}"#,
 ];
 

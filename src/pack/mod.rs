@@ -16,6 +16,7 @@ pub mod best_fit;
 mod even_fill;
 pub mod first_fit;
 mod histogram;
+pub mod mixed;
 pub mod next_fit;
 mod patterns;
 mod stock;
@@ -113,6 +114,7 @@ pub(crate) fn pack(
     slots: &[u32],
     bounds: Bounds,
     config: &Config,
+    mix: bool,
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
@@ -123,6 +125,9 @@ pub(crate) fn pack(
             return next_fit::pack(slots, &items.collect::<Vec<u32>>(), bounds);
         }
         // These deal the items of each length at random; in one group that is shuffling enough.
+        Algorithm::BestFitDecreasing if mix && group >= slots.len() => {
+            return mixed::pack(slots, items, bounds, stream, threads);
+        }
         Algorithm::BestFitDecreasing if group >= slots.len() => {
             return best_fit::pack(slots, items, bounds, stream, threads);
         }
@@ -137,6 +142,9 @@ pub(crate) fn pack(
     for chunk in order.chunks(group.min(order.len()).max(1)) {
         let items = chunk.iter().copied();
         let packed = match config.sample_packing_algorithm {
+            Algorithm::BestFitDecreasing if mix => {
+                mixed::pack(slots, items, bounds, stream, threads)
+            }
             Algorithm::BestFitDecreasing => best_fit::pack(slots, items, bounds, stream, threads),
             Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads),
             Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),

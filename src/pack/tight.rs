@@ -76,22 +76,21 @@ pub fn pack(
     fit(&histogram, bounds, stream).deal(slots, order, &histogram, stream, threads)
 }
 
+/// How many tries so many items are worth.
+pub(super) fn tries(items: usize) -> u64 {
+    FIXED_TRIES + TRIES_PER_ITEM * items as u64
+}
+
 fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
     let bound = histogram.lower_bound(bounds);
-    let items: u64 = histogram.counts.iter().map(|&c| u64::from(c)).sum();
-    let mut tries = FIXED_TRIES + TRIES_PER_ITEM * items;
+    let items: usize = histogram.counts.iter().map(|&c| c as usize).sum();
+    let mut tries = tries(items);
     let mut best = best_fit::fit_within_limit(histogram, bounds);
     for appetite in APPETITES {
         if best.total() <= bound || tries == 0 {
             return best;
         }
-        let filling = Filling {
-            stock: Stock::new(histogram, bounds),
-            bounds,
-            stream: &mut *stream,
-            tries: &mut tries,
-        };
-        let made = filling.fill(appetite, PACES[0]);
+        let made = Filling::new(histogram, bounds, stream, &mut tries).fill(appetite, PACES[0]);
         if made.total() < best.total() {
             best = made;
         }
@@ -104,12 +103,7 @@ fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
         let appetite = APPETITES[stream.below(APPETITES.len() as u32) as usize];
         let pace = PACES[round as usize % PACES.len()];
         let part = histogram_of(&opened, histogram);
-        let filling = Filling {
-            stock: Stock::new(&part.histogram, bounds),
-            bounds,
-            stream: &mut *stream,
-            tries: &mut tries,
-        };
+        let filling = Filling::new(&part.histogram, bounds, stream, &mut tries);
         let made = filling.fill(appetite, pace);
         // As many rows are welcome too: the search moves on.
         if made.total() <= opened.total() {
@@ -192,15 +186,31 @@ fn histogram_of(patterns: &Patterns, whole: &Histogram) -> PartOfHistogram {
 }
 
 /// A filling of rows under way.
-struct Filling<'a> {
+pub(super) struct Filling<'a> {
     stock: Stock<'a>,
     bounds: Bounds,
     stream: &'a mut Stream,
     tries: &'a mut u64,
 }
 
-impl Filling<'_> {
-    fn fill(mut self, appetite: u32, pace: u32) -> Patterns {
+impl<'a> Filling<'a> {
+    pub fn new(
+        histogram: &'a Histogram,
+        bounds: Bounds,
+        stream: &'a mut Stream,
+        tries: &'a mut u64,
+    ) -> Filling<'a> {
+        Filling {
+            stock: Stock::new(histogram, bounds),
+            bounds,
+            stream,
+            tries,
+        }
+    }
+
+    /// Fills rows until no item is left. `appetite` is how often, in 1/16, many partners are tried
+    /// before few; of the rows that could be made alike one in `pace` is.
+    pub fn fill(mut self, appetite: u32, pace: u32) -> Patterns {
         let mut patterns = Patterns::default();
         while let Some(start) = self.stock.start_row() {
             let many_first = self.stream.below(16) < appetite;

@@ -64,7 +64,7 @@ class Config:
     multipack_real_batches: bool | None = None
     """Packed: `micro_batch_size` rows of `sequence_len`, instead of one row of their product."""
     sample_packing_algorithm: str = "best_fit_decreasing"
-    """How rows are packed: ``best_fit_decreasing``, ``first_fit`` or ``next_fit``."""
+    """How rows are packed: ``best_fit_decreasing``, ``tight``, ``first_fit`` or ``next_fit``."""
     sample_packing_sequentially: bool = False
     """Keep the dataset's order: next fit, no shuffling."""
     sample_packing_bin_size: int | None = None
@@ -72,9 +72,9 @@ class Config:
     sample_packing_group_size: int | None = None
     """Pack so many samples at a time."""
     balance_labels: bool = False
-    """Even out the supervised tokens."""
+    """Even out the supervised tokens over microbatches, optimizer steps and ranks."""
     label_balance_window_optim_steps: int = 1
-    """Optimizer steps balanced together."""
+    """Optimizer steps balanced together. The whole epoch is, so that any window is covered."""
     balance_cost: str = "auto"
     """What ranks are evened by: ``auto``, ``tokens``, ``padded`` or ``attention``."""
     balance_cost_linear: float = 0.0

@@ -33,6 +33,9 @@ class Statistics:
     """Supervised tokens of a microbatch, on average."""
     microbatch_label_std: float | None
     """Standard deviation of the supervised tokens of a microbatch."""
+    label_std_floor: float | None
+    """What `microbatch_label_std` could be at best, however samples were exchanged; None without
+    label counts."""
     step_label_std: float | None
     """Standard deviation of the supervised tokens of a complete optimizer step."""
     step_token_std: float | None

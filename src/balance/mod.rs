@@ -1,0 +1,367 @@
+//! Balancing: as many supervised tokens in every microbatch and in every optimizer step.
+//!
+//! Only labels that enter the loss count. Whole samples and whole microbatches are moved; the
+//! samples in use, the number of rows, their capacity and their padding stay what they were, and so
+//! does the mean. Nothing gets more uneven: neither the labels of microbatches or steps, nor the
+//! tokens of steps.
+//!
+//! 1. Layouts with a fixed number of samples: [`groups`] or, padded, [`padded`] deal the samples to
+//!    microbatches anew, even in tokens (and labels).
+//! 2. [`level`]: samples of equal length change places, so that the microbatches' labels even out.
+//! 3. [`groups`]: microbatches are put into optimizer steps that are even in labels and tokens.
+//! 4. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost.
+//!
+//! Packed rows come from a packer that mixes lengths ([`crate::pack::mixed`]): rows of long samples
+//! alone could not be evened. The whole epoch is balanced at once, which is more than a window of
+//! some steps can do. An incomplete last step takes part in 1 and 2, so that its microbatches are not
+//! the most uneven ones, and keeps its microbatches.
+
+mod arrange;
+mod floor;
+mod groups;
+mod level;
+mod padded;
+
+use crate::config::{BalanceCost, BatchLayout, Config, Split};
+use crate::order::Stream;
+use crate::pack::Rows;
+use crate::samples::Samples;
+use crate::schedule::{Round, Schedule};
+use arrange::Load;
+pub(crate) use floor::label_std_floor;
+use groups::{Unit, even_groups};
+
+/// Microbatches of a fixed number of samples that are dealt together: enough to even out, few enough
+/// for who meets whom to stay a matter of chance.
+const BLOCK: usize = 2048;
+
+/// Balances a training schedule.
+pub(crate) fn balance(
+    schedule: &mut Schedule,
+    round: Round,
+    samples: &Samples,
+    config: &Config,
+    stream: &mut Stream,
+) {
+    let layout = config.layout(Split::Train);
+    let given = Work::of(schedule, round, samples, layout);
+    let step = round.world_size * config.accumulation(Split::Train) as usize;
+    let complete = given.totals.len() / step * step;
+    let rest = rest_of(schedule, given.items.len(), round, samples, layout);
+    let units = |loads: &[Load]| loads.iter().map(|load| load.unit).collect::<Vec<Unit>>();
+    let before = Unevenness::of([units(&loads(&given, layout, config)), rest.clone()], step);
+
+    // A handful of samples may come out worse; then less is done, or nothing.
+    let count = config.batch_size(Split::Train) as usize;
+    let fixed = !layout.is_packed() && given.items.len() == count * given.totals.len();
+    for anew in [true, false].into_iter().skip(usize::from(!fixed)) {
+        let mut work = given.clone();
+        if anew {
+            regroup(&mut work, layout, count, stream);
+            work.lose(given.lost());
+        }
+        level::equal_lengths(&mut work);
+        let loads = loads(&work, layout, config);
+        let by_cost = config.balance_cost == BalanceCost::Attention;
+        let arrange = if by_cost {
+            arrange::by_cost
+        } else {
+            arrange::by_labels
+        };
+        let order = arrange(&loads[..complete], round.world_size, step, stream);
+        let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
+        let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
+        // Steps that are composed for cost may differ by a few tokens more.
+        if work.lost() == given.lost()
+            && after.batch_labels <= before.batch_labels
+            && after.step_labels <= before.step_labels
+            && (by_cost || after.step_tokens <= before.step_tokens)
+        {
+            let end = work.items.len();
+            schedule.rows.items[..end].copy_from_slice(&work.items);
+            for (slot, &item) in schedule.rows.slots.iter_mut().zip(&work.items) {
+                *slot = samples.slots[item as usize];
+            }
+            reorder(&mut schedule.rows, &order, round.rows_per_microbatch);
+            return;
+        }
+    }
+}
+
+/// How uneven a schedule is: the variance of each quantity times the square of the count, exactly.
+#[derive(Debug, PartialEq, Eq)]
+struct Unevenness {
+    batch_labels: i128,
+    step_labels: i128,
+    step_tokens: i128,
+}
+
+impl Unevenness {
+    fn of<const N: usize>(parts: [Vec<Unit>; N], step: usize) -> Unevenness {
+        let units = parts.concat();
+        let steps = units
+            .chunks_exact(step)
+            .map(|step| Unit::sum(step.iter().copied()));
+        let steps: Vec<Unit> = steps.collect();
+        Unevenness {
+            batch_labels: spread(units.iter().map(|unit| unit.labels)),
+            step_labels: spread(steps.iter().map(|unit| unit.labels)),
+            step_tokens: spread(steps.iter().map(|unit| unit.tokens)),
+        }
+    }
+}
+
+/// n Σx² − (Σx)².
+fn spread(values: impl Iterator<Item = i64>) -> i128 {
+    let (mut count, mut sum, mut squares) = (0, 0, 0);
+    for value in values.map(i128::from) {
+        count += 1;
+        sum += value;
+        squares += value * value;
+    }
+    count * squares - sum * sum
+}
+
+/// The microbatches that hold repeats: what their other samples, from place `start` on, bring in.
+fn rest_of(
+    schedule: &Schedule,
+    start: usize,
+    round: Round,
+    samples: &Samples,
+    layout: BatchLayout,
+) -> Vec<Unit> {
+    let rows = &schedule.rows;
+    let real = rows.items.len() - schedule.repeated_items;
+    let sum_of_row = |row: usize| {
+        let places = rows.places(row);
+        Unit::sum((places.start..places.end.min(real)).map(|place| {
+            let item = rows.items[place] as usize;
+            let leads = layout == BatchLayout::Padded || place == places.start;
+            let lost = leads && samples.leads_differ() && samples.loses_first_label(item);
+            Unit {
+                labels: i64::from(samples.label_count(item)) - i64::from(lost),
+                tokens: samples.length(item) as i64,
+            }
+        }))
+    };
+    let mut units = Vec::new();
+    for first in (0..rows.len()).step_by(round.rows_per_microbatch) {
+        if rows.places(first).start >= start {
+            let rows = first..first + round.rows_per_microbatch;
+            units.push(Unit::sum(rows.map(sum_of_row)));
+        }
+    }
+    units
+}
+
+/// Deals samples anew to microbatches of `count`.
+fn regroup(work: &mut Work, layout: BatchLayout, count: usize, stream: &mut Stream) {
+    let block = BLOCK * count;
+    for start in (0..work.items.len()).step_by(block) {
+        let end = work.items.len().min(start + block);
+        if layout == BatchLayout::Padded {
+            padded::even_tokens(work, start, end, count);
+        } else {
+            let units: Vec<Unit> = (start..end).map(|place| work.unit(place)).collect();
+            let order = even_groups(&units, count, stream);
+            let places: Vec<u32> = order.iter().map(|&unit| start as u32 + unit).collect();
+            work.rearrange(start, &places);
+        }
+    }
+    work.add_up();
+}
+
+/// A schedule sample by sample: all microbatches without repeats.
+#[derive(Clone)]
+struct Work {
+    /// Retained sample at each place.
+    items: Vec<u32>,
+    /// Its tokens. Where samples are aligned, equal lengths take up equal slots.
+    lengths: Vec<u32>,
+    /// Its labels.
+    labels: Vec<u32>,
+    /// Whether it loses a label where it is the first of its row; empty where that cannot matter.
+    leads: Vec<bool>,
+    /// The places at which rows begin.
+    fronts: Vec<u32>,
+    /// The microbatch of each place.
+    batch_of: Vec<u32>,
+    /// Labels of each microbatch.
+    totals: Vec<i64>,
+}
+
+impl Work {
+    fn of(schedule: &Schedule, round: Round, samples: &Samples, layout: BatchLayout) -> Work {
+        let rows = &schedule.rows;
+        let real = rows.items.len() - schedule.repeated_items;
+        let ends = rows.offsets.iter().skip(round.rows_per_microbatch);
+        let ends = ends.step_by(round.rows_per_microbatch);
+        let mut batch_of = Vec::with_capacity(real);
+        let mut batches = 0;
+        for &end in ends.take_while(|&&end| end as usize <= real) {
+            batch_of.resize(end as usize, batches);
+            batches += 1;
+        }
+        let items = rows.items[..batch_of.len()].to_vec();
+        let loses = |&item: &u32| samples.loses_first_label(item as usize);
+        let mut work = Work {
+            lengths: items
+                .iter()
+                .map(|&item| samples.length(item as usize) as u32)
+                .collect(),
+            labels: items
+                .iter()
+                .map(|&item| samples.label_count(item as usize))
+                .collect(),
+            leads: match samples.leads_differ() {
+                true => items.iter().map(loses).collect(),
+                false => Vec::new(),
+            },
+            fronts: rows.offsets[..batches as usize * round.rows_per_microbatch].to_vec(),
+            items,
+            batch_of,
+            totals: vec![0; batches as usize],
+        };
+        if layout == BatchLayout::Padded {
+            // Each sample is the first of a row of its own.
+            for (labels, lead) in work.labels.iter_mut().zip(work.leads.drain(..)) {
+                *labels -= u32::from(lead);
+            }
+        }
+        work.add_up();
+        work
+    }
+
+    fn add_up(&mut self) {
+        self.totals.fill(0);
+        for (&batch, &labels) in self.batch_of.iter().zip(&self.labels) {
+            self.totals[batch as usize] += i64::from(labels);
+        }
+        for at in 0..self.fronts.len() {
+            let front = self.fronts[at];
+            if self.leads(front) {
+                self.totals[self.batch_of[front as usize] as usize] -= 1;
+            }
+        }
+    }
+
+    fn leads(&self, place: u32) -> bool {
+        self.leads.get(place as usize).copied().unwrap_or(false)
+    }
+
+    /// Labels lost at the fronts of rows.
+    fn lost(&self) -> usize {
+        self.fronts
+            .iter()
+            .filter(|&&front| self.leads(front))
+            .count()
+    }
+
+    /// Lets other samples of the rows lead until as many labels are lost as `wanted`, if that can be.
+    fn lose(&mut self, wanted: usize) {
+        let mut lost = self.lost();
+        for at in 0..self.fronts.len() {
+            if lost == wanted {
+                break;
+            }
+            let front = self.fronts[at];
+            let end = self
+                .fronts
+                .get(at + 1)
+                .map_or(self.items.len() as u32, |&next| next);
+            let right = |place: &u32| self.leads(*place) == (lost < wanted);
+            if right(&front) {
+                continue;
+            }
+            if let Some(other) = (front..end).find(right) {
+                self.swap(front as usize, other as usize);
+                lost = if lost < wanted { lost + 1 } else { lost - 1 };
+            }
+        }
+        self.add_up();
+    }
+
+    /// Sum of the squares of the microbatches' labels.
+    fn squares(&self) -> i128 {
+        self.totals
+            .iter()
+            .map(|&total| i128::from(total).pow(2))
+            .sum()
+    }
+
+    /// Samples of one kind can change places without any effect but on labels.
+    fn kind(&self, place: u32) -> (u32, bool) {
+        (self.lengths[place as usize], self.leads(place))
+    }
+
+    fn unit(&self, place: usize) -> Unit {
+        Unit {
+            labels: self.labels[place].into(),
+            tokens: self.lengths[place].into(),
+        }
+    }
+
+    fn swap(&mut self, one: usize, other: usize) {
+        self.items.swap(one, other);
+        self.lengths.swap(one, other);
+        self.labels.swap(one, other);
+        self.leads.swap(one, other);
+    }
+
+    /// Puts what stands at `places` to the places from `start` on.
+    fn rearrange(&mut self, start: usize, places: &[u32]) {
+        fn pick<T: Copy>(values: &mut [T], start: usize, places: &[u32]) {
+            let picked: Vec<T> = places.iter().map(|&place| values[place as usize]).collect();
+            values[start..start + picked.len()].copy_from_slice(&picked);
+        }
+        pick(&mut self.items, start, places);
+        pick(&mut self.lengths, start, places);
+        pick(&mut self.labels, start, places);
+        if !self.leads.is_empty() {
+            pick(&mut self.leads, start, places);
+        }
+    }
+}
+
+/// What each microbatch weighs.
+fn loads(work: &Work, layout: BatchLayout, config: &Config) -> Vec<Load> {
+    let mut loads = Vec::with_capacity(work.totals.len());
+    let mut at = 0;
+    for places in work.batch_of.chunk_by(|a, b| a == b) {
+        let lengths = &work.lengths[at..at + places.len()];
+        at += places.len();
+        let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+        let cost = match (config.balance_cost, layout) {
+            (BalanceCost::Attention, _) => {
+                let squares: f64 = lengths
+                    .iter()
+                    .map(|&length| f64::from(length).powi(2))
+                    .sum();
+                config.balance_cost_linear * tokens as f64 + squares
+            }
+            (BalanceCost::Padded | BalanceCost::Auto, BatchLayout::Padded) => {
+                f64::from(lengths.iter().copied().max().unwrap_or(0))
+            }
+            _ => tokens as f64,
+        };
+        let labels = work.totals[loads.len()];
+        loads.push(Load {
+            unit: Unit { labels, tokens },
+            cost,
+        });
+    }
+    loads
+}
+
+/// Puts the first microbatches of the schedule into this order; the others stay where they are.
+fn reorder(rows: &mut Rows, order: &[u32], rows_per_microbatch: usize) {
+    let mut ordered = Rows::new();
+    let moved = order.iter().map(|&batch| batch as usize);
+    let all = rows.len() / rows_per_microbatch;
+    for batch in moved.chain(order.len()..all) {
+        for row in batch * rows_per_microbatch..(batch + 1) * rows_per_microbatch {
+            ordered.push_from(rows, rows.places(row));
+        }
+    }
+    *rows = ordered;
+}
