@@ -518,6 +518,28 @@ def test_a_position_loaded_before_workers_start_is_that_of_the_whole_loader() ->
         assert whole == ids(loader)
 
 
+def test_a_position_that_only_workers_know_is_not_taken_for_the_start() -> None:
+    """The copy in the main process has not moved: resuming from it would repeat everything."""
+    made = stream()
+    ids(iter(DataLoader(made, batch_size=None, num_workers=2)), 5)
+    state = through_a_file(made.state_dict())
+    fresh = stream()
+
+    with pytest.raises(ValueError) as caught:
+        fresh.load_state_dict(state)
+
+    assert str(caught.value).startswith(
+        "exact replay is unavailable: the stream was read by the workers of a DataLoader, which "
+        "alone know how far they are; let torchdata's StatefulDataLoader keep their states, or use "
+        "num_workers=0; go back"
+    )
+    fresh.load_state_dict(state, ignore_data_skip=True)
+    assert ids(stream()) == ids(fresh)
+    made.set_epoch(1)
+    fresh.load_state_dict(made.state_dict())
+    assert fresh.epoch == 1
+
+
 def test_set_epoch_keeps_the_position_in_its_own_epoch() -> None:
     whole = ids(stream())
     running = stream()

@@ -75,7 +75,9 @@ class MultipackBatchSampler(Sampler[Batch]):
         config (Config): The settings.
         rank (int | "all"): This rank's number. ``"all"``: every rank's microbatches, ordered by
             microstep and then by rank, for a framework that deals whole batches out to the ranks.
-            Needed when `world_size` is more than 1.
+            Needed when `world_size` is more than 1. A framework that would build a batch sampler
+            of its own from this one is to be told not to (Lightning:
+            ``use_distributed_sampler=False``).
         label_starts: (N,) bools, as for `plan`.
         split (str): ``train`` or ``eval``.
         fingerprint (str): What names the contents of the data set, such as the fingerprint that

@@ -43,6 +43,11 @@ _VERSION = 1
 # What the planner counts on and the collator does.
 _COLLATED_KEYS = ("excess_length_strategy", "align_samples_to", "mask_first_label")
 
+_READ_ELSEWHERE = (
+    "the stream was read by the workers of a DataLoader, which alone know how far they are; let "
+    "torchdata's StatefulDataLoader keep their states, or use num_workers=0"
+)
+
 Sample: TypeAlias = "dict[str, Any]"
 
 
@@ -178,12 +183,16 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         self._latest = self._start
         # The state of the iterable before a pass that has not come to its end.
         self._origin: Any = None
+        # Whether DataLoader workers have read on, in memory that they share with this process.
+        self._workers_read = torch.zeros((), dtype=torch.bool)
+        self._workers_read.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield microbatches from the start of the stream, or from the position loaded."""
         latest = self._latest = copy.copy(self._start)
         latest.counts = latest.mark.counts
         info = get_worker_info()
+        self._workers_read.fill_(info is not None)
         if info is None:
             latest.shares = None
         elif latest.shares is None or latest.shares[:2] != (info.id, info.num_workers):
@@ -212,27 +221,29 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         """
         epoch = integer("epoch", epoch, least=0)
         if epoch != self.epoch:
-            self._start = self._latest = _Pass(epoch=epoch)
+            self._go_to(_Pass(epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this process as plain data.
 
         Samples that wait for their turn are in it in so far as they cannot be read again: those
         that were carried over from the buffer before. The rest of the buffer is read anew. With
-        DataLoader workers, the position is that of the worker's copy, as torchdata's
-        StatefulDataLoader asks for it; the copy in the main process has not moved.
+        DataLoader workers, each worker's copy knows how far it is, and is asked by torchdata's
+        StatefulDataLoader; the copy in the main process does not know.
 
         Returns:
             dict[str, Any]: Numbers, strings, lists and dicts of them, and what the `state_dict` of
-                the iterable holds.
+                the iterable holds. If the position is not known here, `replay_error` says why.
         """
         latest = self._latest
         mark = latest.mark
+        unknown = get_worker_info() is None and bool(self._workers_read)
         return {
             "version": _VERSION,
             **self._identity(),
+            "replay_error": _READ_ELSEWHERE if unknown else None,
             "epoch": latest.epoch,
-            "position": latest.position,
+            "position": None if unknown else latest.position,
             "buffer": {
                 "seed": latest.seed,
                 "batches": mark.batches,
@@ -258,32 +269,40 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
 
         Raises:
             TypeError: If an epoch or position is no integer.
-            ValueError: If the state is of another version or was saved with other settings; the
-                stream is then as it was.
+            ValueError: If the state is of another version, was saved with other settings, or holds
+                no position; the stream is then as it was.
         """
         if ignore_data_skip:
-            self._start = self._latest = _Pass(epoch=self.epoch)
+            self._go_to(_Pass(epoch=self.epoch))
             return
         refuse_other_version(state, _VERSION)
         refuse_differences(state, self._identity())
+        if state["replay_error"] is not None:
+            raise unavailable(state["replay_error"])
         buffer, shares = state["buffer"], state["shares"]
         counts = _counts_from(buffer["counts"])
-        self._start = self._latest = _Pass(
-            epoch=integer("epoch", state["epoch"], least=0),
-            mark=_Mark(
-                counts=counts,
-                carried=tuple(
-                    (number, _taken(sample, number)) for number, sample in buffer["carried"]
-                ),
-                batches=buffer["batches"],
-                labelled=buffer["labelled"],
-                source=buffer["source"],
-            ),
-            position=integer("position", state["position"], least=0),
-            seed=buffer["seed"],
+        mark = _Mark(
             counts=counts,
-            shares=None if shares is None else tuple(shares),
+            carried=tuple((number, _taken(sample, number)) for number, sample in buffer["carried"]),
+            batches=buffer["batches"],
+            labelled=buffer["labelled"],
+            source=buffer["source"],
         )
+        self._go_to(
+            _Pass(
+                epoch=integer("epoch", state["epoch"], least=0),
+                mark=mark,
+                position=integer("position", state["position"], least=0),
+                seed=buffer["seed"],
+                counts=counts,
+                shares=None if shares is None else tuple(shares),
+            )
+        )
+
+    def _go_to(self, start: _Pass) -> None:
+        """Let the next iteration begin somewhere; one under way no longer counts."""
+        self._start = self._latest = start
+        self._workers_read.fill_(False)
 
     def _batches(self, latest: _Pass) -> Iterator[dict[str, Any]]:
         """Yield what is left of a pass, then move on to the next epoch."""
