@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -524,6 +525,18 @@ def test_other_processes_and_thread_counts_make_the_same_plan() -> None:
     }
 
     assert len(digests) == 1
+
+
+def digest_of_many() -> str:
+    return plan(np.random.default_rng(0).integers(1, 2048, 200_000), sequence_len=4096).digest
+
+
+def test_a_forked_child_makes_the_same_plan() -> None:
+    """After the parent has used its threads, which the child does not have."""
+    here = digest_of_many()
+
+    with multiprocessing.get_context("fork").Pool(1) as child:
+        assert here == child.apply_async(digest_of_many).get(timeout=60)
 
 
 def test_planning_can_be_interrupted() -> None:
