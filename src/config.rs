@@ -2,10 +2,10 @@
 //!
 //! [`Config`] is what every layer above speaks: Python mirrors it as a dataclass and hands it over
 //! as JSON, the op `multipack::plan` takes that JSON, and a saved plan carries it.
-//! [`Config::from_json`] checks each key by one table of rules and then the keys
-//! against one another, so that inside the crate a `Config` can be relied on. A setting of the
-//! wrong kind, out of range, misspelt, or without effect beside another one is an error that names
-//! it; nothing is clamped.
+//! [`Config::from_json`] checks each key by one table of rules and then the keys against one
+//! another; [`crate::plan()`] checks once more, for settings that were made otherwise. A setting of
+//! the wrong kind, out of range, misspelt, or at odds with another one is an error that names it;
+//! nothing is clamped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -14,6 +14,9 @@ use crate::{Error, Result};
 
 /// The most tokens that a microbatch may hold: `cu_seqlens` is int32.
 pub const MOST_TOKENS: u64 = i32::MAX as u64;
+
+/// The largest weight of a token beside a squared length. Beyond it costs would lose the lengths.
+const MOST_WEIGHT: f64 = 1e12;
 
 /// Which of the two kinds of passes over the data is planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -240,7 +243,7 @@ enum Accepts {
     Count,
     /// An integer from 0.
     Seed,
-    /// A number from 0.
+    /// A number from 0 to [`MOST_WEIGHT`].
     Weight,
     Bool,
     Choice(&'static [&'static str]),
@@ -286,14 +289,13 @@ impl Accepts {
         match self {
             Count => format!("an integer from 1 to {MOST_TOKENS}"),
             Seed => format!("an integer from 0 to {}", u64::MAX),
-            Weight => "a number from 0".into(),
+            Weight => format!("a number from 0 to {MOST_WEIGHT:e}"),
             Bool => "true or false".into(),
             Choice(names) => format!("one of {}", names.join(", ")),
         }
     }
 
-    /// Whether `value` is allowed, and else whether at least its kind is right.
-    fn check(self, value: &Value) -> std::result::Result<(), WrongValue> {
+    fn check(self, key: &'static str, value: &Value) -> Result<()> {
         let (kind, range) = match self {
             Count => (
                 is_integer(value),
@@ -302,24 +304,33 @@ impl Accepts {
                     .is_some_and(|v| (1..=MOST_TOKENS).contains(&v)),
             ),
             Seed => (is_integer(value), value.is_u64()),
-            Weight => (value.is_number(), value.as_f64().is_some_and(|v| v >= 0.0)),
+            Weight => (
+                value.is_number(),
+                value
+                    .as_f64()
+                    .is_some_and(|v| (0.0..=MOST_WEIGHT).contains(&v)),
+            ),
             Bool => (value.is_boolean(), true),
             Choice(names) => (
                 value.is_string(),
                 value.as_str().is_some_and(|v| names.contains(&v)),
             ),
         };
+        let (found, expected) = (value.to_string(), self.expected());
         match (kind, range) {
             (true, true) => Ok(()),
-            (true, false) => Err(WrongValue::Range),
-            (false, _) => Err(WrongValue::Kind),
+            (true, false) => Err(Error::SettingValue {
+                key,
+                found,
+                expected,
+            }),
+            (false, _) => Err(Error::SettingType {
+                key,
+                found,
+                expected,
+            }),
         }
     }
-}
-
-enum WrongValue {
-    Kind,
-    Range,
 }
 
 /// An integer of any size. JSON integers beyond 64 bits arrive as floats without a fraction.
@@ -365,26 +376,24 @@ impl Config {
             if value.is_null() {
                 continue;
             }
-            rule.check(&value).map_err(|wrong| {
-                let (key, found, expected) = (*name, value.to_string(), rule.expected());
-                match wrong {
-                    WrongValue::Kind => Error::SettingType {
-                        key,
-                        found,
-                        expected,
-                    },
-                    WrongValue::Range => Error::SettingValue {
-                        key,
-                        found,
-                        expected,
-                    },
-                }
-            })?;
+            rule.check(name, &value)?;
             settings.insert(key, value);
         }
         let config: Config = serde_json::from_value(settings.into()).map_err(syntax)?;
         config.check_together()?;
         Ok(config)
+    }
+
+    /// Checks every setting, for those that did not come from [`Config::from_json`].
+    pub(crate) fn check(&self) -> Result<()> {
+        let settings = self.to_map();
+        for (name, rule) in RULES {
+            match settings.get(*name) {
+                None | Some(Value::Null) => continue,
+                Some(value) => rule.check(name, value)?,
+            }
+        }
+        self.check_together()
     }
 
     /// All settings as a JSON object, in a fixed order: equal settings give equal text.
@@ -433,17 +442,23 @@ impl Config {
                     .into(),
             );
         }
-        if self.sample_packing_sequentially && self.sample_packing_algorithm == Algorithm::FirstFit
-        {
+        let orderly = [Algorithm::BestFitDecreasing, Algorithm::NextFit];
+        if self.sample_packing_sequentially && !orderly.contains(&self.sample_packing_algorithm) {
             return conflict(
-                "sample_packing_sequentially keeps the dataset's order by next fit, so \
-                 sample_packing_algorithm: first_fit cannot be kept"
+                "sample_packing_sequentially keeps the dataset's order by next fit, so another \
+                 sample_packing_algorithm has no place beside it"
                     .into(),
             );
         }
         let Some(sequence_len) = self.sequence_len else {
             return Ok(());
         };
+        if self.min_sample_len > sequence_len {
+            return conflict(format!(
+                "min_sample_len {} is more than sequence_len {sequence_len}: no sample could be kept",
+                self.min_sample_len
+            ));
+        }
         for (key, batch_size) in [
             ("micro_batch_size", self.micro_batch_size),
             (
@@ -467,7 +482,8 @@ impl Config {
         for split in [Split::Train, Split::Eval] {
             let layout = self.layout(split);
             let capacity = self.capacity(split)?;
-            if layout.is_packed() && !capacity.is_multiple_of(self.align_samples_to) {
+            let bounded = layout.is_packed() || self.pad_to_sequence_len;
+            if bounded && !capacity.is_multiple_of(self.align_samples_to) {
                 return conflict(format!(
                     "align_samples_to {} must divide the row capacity {capacity}",
                     self.align_samples_to

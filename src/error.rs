@@ -27,7 +27,13 @@ pub enum ErrorKind {
 pub enum Error {
     // ---- settings ----
     /// A setting that does not exist.
-    #[error("unknown setting '{key}'{}", nearest.map_or(String::new(), |n| format!(", did you mean '{n}'?")))]
+    ///
+    /// The key is printed escaped: a C++ exception would end its sentence at a NUL.
+    #[error(
+        "unknown setting '{}'{}",
+        key.escape_debug(),
+        nearest.map_or(String::new(), |n| format!(", did you mean '{n}'?"))
+    )]
     UnknownSetting {
         /// The key as given.
         key: String,
@@ -162,17 +168,15 @@ pub enum Error {
         /// Its device.
         found: String,
     },
-    /// An entry of a tensor argument out of range.
-    #[error("{name}[{at}] is {found}, but must be {expected}")]
+    /// An unsigned entry of a tensor argument that is too large to be read as int64.
+    #[error("{name}[{at}] is {found}, but must be {} or less", i64::MAX)]
     TensorValue {
         /// The argument.
-        name: &'static str,
+        name: String,
         /// The place, counted along the flattened tensor.
         at: usize,
         /// What stands there.
-        found: i64,
-        /// What is allowed.
-        expected: &'static str,
+        found: u64,
     },
     /// A sample with more or fewer labels than tokens, where each sample is a tensor of its own.
     #[error(
@@ -371,25 +375,58 @@ pub enum Error {
         limit: u128,
     },
 
-    /// Fewer samples than a round of all ranks has rows, when rows are to be split.
+    /// Fewer samples than rows that they should be split over.
     #[error(
-        "{samples} samples cannot be split over the {rows} rows of a round of all ranks; use fewer ranks or a smaller \
-         micro_batch_size, or set incomplete_batches to fill"
+        "{samples} samples cannot be split over {rows} rows, the next multiple of the {round} rows of a \
+         round of all ranks; use fewer ranks or a smaller micro_batch_size, or set incomplete_batches \
+         to drop or fill"
     )]
     TooFewToSplit {
         /// Retained samples.
         samples: usize,
         /// Rows that are needed.
         rows: usize,
+        /// Rows of a round.
+        round: usize,
+    },
+    /// More repeats to fill a round than is sensible.
+    #[error(
+        "filling the last round of {world_size} ranks would repeat {repeats} samples or rows of the \
+         {rows} rows that there are, more than {bound}; use fewer ranks"
+    )]
+    TooManyRepeats {
+        /// Repeated samples, or rows if these are more.
+        repeats: usize,
+        /// The most that are allowed.
+        bound: usize,
+        /// Data-parallel ranks.
+        world_size: usize,
+        /// Rows before any is repeated.
+        rows: usize,
+    },
+    /// A label count that contradicts what is said of the first label.
+    #[error(
+        "sample {sample} has {count} labels of {length} tokens, but label_starts says that its first \
+         token is {} label; multipack.label_counts gives both", if *start { "a" } else { "no" }
+    )]
+    LabelStart {
+        /// The sample.
+        sample: usize,
+        /// Its label count.
+        count: i64,
+        /// Its tokens, after truncation.
+        length: i64,
+        /// Whether its first label is said to be supervised.
+        start: bool,
     },
     /// A rank or a microbatch that does not exist.
-    #[error("{name} is {found}, but must be from 0 to {last}", last = end - 1)]
+    #[error("{name} is {found}, but {}", range(*end))]
     OutOfRange {
         /// The argument.
         name: &'static str,
         /// Its value.
         found: i64,
-        /// One past the largest value allowed.
+        /// One past the largest value allowed; 0 for a microbatch of an empty plan.
         end: i64,
     },
     /// Arrays that are not a plan.
@@ -418,5 +455,13 @@ impl Error {
             Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
             _ => ErrorKind::Value,
         }
+    }
+}
+
+/// What [`Error::OutOfRange`] allows. There is always a rank, but a plan may have no microbatches.
+fn range(end: i64) -> String {
+    match end {
+        0 => "the plan is empty: it has no microbatches".into(),
+        _ => format!("must be from 0 to {}", end - 1),
     }
 }

@@ -35,7 +35,7 @@ impl Stream {
 
     /// A family of streams, for work that is divided: number `i` of a family is the same whoever
     /// draws from it and when.
-    pub fn family(&mut self) -> Family {
+    pub(crate) fn family(&mut self) -> Family {
         Family(self.0.next_u64())
     }
 
@@ -65,7 +65,7 @@ impl Stream {
 
 /// Streams by number; see [`Stream::family`].
 #[derive(Debug, Clone, Copy)]
-pub struct Family(u64);
+pub(crate) struct Family(u64);
 
 impl Family {
     /// The stream of that number.

@@ -122,7 +122,7 @@ impl Report {
 ///
 /// # Errors
 ///
-/// A negative length, a label count outside its sample, arrays of different lengths, an over-long
+/// A negative length, a label count outside its (retained) sample, arrays of different lengths, an over-long
 /// sample under `raise`, settings without a `sequence_len`, and fewer complete microbatches than
 /// ranks.
 ///
@@ -139,6 +139,7 @@ pub fn plan(
     split: Split,
     threads: usize,
 ) -> Result<Plan> {
+    config.check()?;
     let layout = config.layout(split);
     let capacity = config.capacity(split)?;
     let batch_size = config.batch_size(split) as usize;

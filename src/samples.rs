@@ -108,6 +108,8 @@ struct Policy<'a> {
     sequence_len: i64,
     excess: ExcessLength,
     drop_unlabelled: bool,
+    /// `label_starts`, where first labels count.
+    starts: Option<&'a [bool]>,
 }
 
 impl Policy<'_> {
@@ -141,6 +143,17 @@ impl Policy<'_> {
                     count,
                     length,
                 });
+            }
+            if let Some(starts) = self.starts {
+                let start = starts[sample];
+                if count < i64::from(start) || count + i64::from(!start) > length {
+                    return Err(Error::LabelStart {
+                        sample,
+                        count,
+                        length,
+                        start,
+                    });
+                }
             }
             if count == 0 && self.drop_unlabelled {
                 return Ok(Fate::Unlabelled);
@@ -200,6 +213,7 @@ impl<'a> Samples<'a> {
             sequence_len: config.require_sequence_len()? as i64,
             excess: config.excess_length_strategy,
             drop_unlabelled: config.drop_unlabelled,
+            starts: inputs.label_starts.filter(|_| !config.mask_first_label),
         };
 
         // Twice over the input: to count, and to write where the counts say.

@@ -12,6 +12,9 @@ use crate::config::Incomplete;
 use crate::pack::Rows;
 use crate::{Error, Result};
 
+/// Most samples or rows that are repeated to fill the last round.
+const MOST_REPEATS: usize = 1 << 24;
+
 /// Rows that fill whole rounds, in the order in which they are used.
 #[derive(Debug, Clone)]
 pub struct Schedule {
@@ -81,10 +84,18 @@ impl Schedule {
             }
             Incomplete::Split => {
                 let wanted = rows.len().next_multiple_of(round_rows);
+                if rows.items.len() < wanted {
+                    return Err(Error::TooFewToSplit {
+                        samples: rows.items.len(),
+                        rows: wanted,
+                        round: round_rows,
+                    });
+                }
                 rows = split_fullest(rows, wanted)?;
             }
             Incomplete::Fill => {
                 let (items, full_rows) = (rows.items.len(), rows.len());
+                check_repeats(&rows, round, round_rows)?;
                 if let Some(per_row) = round.items_per_row {
                     // The last row is short: it is topped up with the first items.
                     let missing = full_rows * per_row - items;
@@ -109,17 +120,28 @@ impl Schedule {
     }
 }
 
+/// Refuses to fill a last round with more repeats than anyone can want: memory would run out first.
+fn check_repeats(rows: &Rows, round: Round, round_rows: usize) -> Result<()> {
+    let missing = rows.len().next_multiple_of(round_rows) - rows.len();
+    // The repeats are the first rows, again and again.
+    let all_again = (missing / rows.len()).saturating_mul(rows.items.len());
+    let repeats = all_again.saturating_add(rows.offsets[missing % rows.len()] as usize);
+    if repeats.max(missing) > MOST_REPEATS {
+        return Err(Error::TooManyRepeats {
+            repeats: repeats.max(missing),
+            bound: MOST_REPEATS,
+            world_size: round.world_size,
+            rows: rows.len(),
+        });
+    }
+    Ok(())
+}
+
 /// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.
 /// O(n + rows log rows).
 fn split_fullest(rows: Rows, wanted: usize) -> Result<Rows> {
     if wanted == rows.len() {
         return Ok(rows);
-    }
-    if rows.items.len() < wanted {
-        return Err(Error::TooFewToSplit {
-            samples: rows.items.len(),
-            rows: wanted,
-        });
     }
     let tokens = |places: Range<usize>| {
         rows.slots[places]
@@ -161,6 +183,8 @@ fn split_fullest(rows: Rows, wanted: usize) -> Result<Rows> {
             }
         }
     }
+    // In the order of the rows that they come from, so that a sequence of samples stays one.
+    parts.sort_unstable_by_key(|part| part.start);
     let mut split = Rows::new();
     for part in parts {
         split.push_from(&rows, part);

@@ -314,7 +314,8 @@ fn nothing_is_lost_and_nothing_gets_worse() {
             .unzip();
         let starts: Vec<bool> = labels
             .iter()
-            .map(|&l| l > 0 && stream.below(2) == 1)
+            .zip(&lengths)
+            .map(|(&labels, &length)| labels == length || labels > 0 && stream.below(2) == 1)
             .collect();
         let masked = stream.below(2) == 0;
         let settings =

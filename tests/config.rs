@@ -124,7 +124,7 @@ fn switches_choices_seeds_and_weights_are_checked() {
     refused(
         r#"{"balance_cost_linear": -0.5}"#,
         ErrorKind::Value,
-        "balance_cost_linear is -0.5, but must be a number from 0",
+        "balance_cost_linear is -0.5, but must be a number from 0 to 1e12",
     );
     refused(
         "[1]",
@@ -151,8 +151,8 @@ fn settings_that_exclude_one_another_are_refused() {
         ),
         (
             r#"{"sample_packing_sequentially": true, "sample_packing_algorithm": "first_fit"}"#,
-            "sample_packing_sequentially keeps the dataset's order by next fit, so \
-             sample_packing_algorithm: first_fit cannot be kept",
+            "sample_packing_sequentially keeps the dataset's order by next fit, so another \
+             sample_packing_algorithm has no place beside it",
         ),
         (
             r#"{"sequence_len": 65536, "micro_batch_size": 32768}"#,
@@ -169,6 +169,10 @@ fn settings_that_exclude_one_another_are_refused() {
             "micro_batch_size 2 × sequence_len 10, rounded up to 2147483647 by align_samples_to, is \
              more than 2147483647 tokens, the most that the int32 cu_seqlens of one microbatch can \
              count",
+        ),
+        (
+            r#"{"sequence_len": 10, "min_sample_len": 11}"#,
+            "min_sample_len 11 is more than sequence_len 10: no sample could be kept",
         ),
         (
             r#"{"sequence_len": 10, "align_samples_to": 4}"#,

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 #[path = "support/lengths.rs"]
 mod lengths;
-use lengths::SEED;
+use lengths::{SEED, between, stream};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/plans.json");
 
@@ -20,7 +20,11 @@ const SETTINGS: &[&str] = &[
     r#"{"sequence_len": 64, "seed": 1}"#,
     r#"{"sequence_len": 64, "micro_batch_size": 2, "world_size": 2, "gradient_accumulation_steps": 2}"#,
     r#"{"sequence_len": 64, "micro_batch_size": 2, "multipack_real_batches": true, "incomplete_batches": "fill"}"#,
+    r#"{"sequence_len": 64, "sample_packing_bin_size": 2}"#,
     r#"{"sequence_len": 64, "sample_packing_algorithm": "tight"}"#,
+    r#"{"sequence_len": 64, "sample_packing_algorithm": "tight", "sample_packing_group_size": 100}"#,
+    r#"{"sequence_len": 64, "sample_packing": false, "batch_flattening": true, "micro_batch_size": 3}"#,
+    r#"{"sequence_len": 64, "balance_labels": true, "balance_cost": "attention", "world_size": 2}"#,
     r#"{"sequence_len": 64, "sample_packing_algorithm": "first_fit", "sample_packing_bin_size": 3}"#,
     r#"{"sequence_len": 64, "sample_packing_algorithm": "next_fit", "sample_packing_group_size": 16}"#,
     r#"{"sequence_len": 64, "sample_packing_sequentially": true, "align_samples_to": 8}"#,
@@ -32,12 +36,17 @@ const SETTINGS: &[&str] = &[
 
 fn entry(settings: &str, n: usize, epoch: u64, split: Split) -> Value {
     let config = Config::from_json(settings).expect("valid settings");
-    let cap = 80; // some samples are over-long
-    let lengths: Vec<i64> = lengths::lognormal(n, 4096, SEED)
-        .iter()
-        .map(|&length| i64::from(length % cap + 1))
-        .collect();
-    let plan = plan(&lengths, None, None, &config, epoch, split, 1).expect("a plan");
+    // Integers only, so that every platform makes the same; some samples are over-long.
+    let mut stream = stream(SEED);
+    let (lengths, labels): (Vec<i64>, Vec<i64>) = (0..n)
+        .map(|_| {
+            let length = between(&mut stream, 1, 81);
+            (i64::from(length), i64::from(stream.below(length)))
+        })
+        .unzip();
+    let labels: Vec<i64> = labels.into_iter().map(|labels| labels.min(64)).collect();
+    let counts = config.balance_labels.then_some(&labels[..]);
+    let plan = plan(&lengths, counts, None, &config, epoch, split, 1).expect("a plan");
     let mut entry = json!({
         "settings": settings, "samples": n, "epoch": epoch, "split": split, "digest": plan.report.digest,
     });

@@ -31,7 +31,15 @@ fn next_fit(slots: &[u32], bounds: Bounds) -> Rows {
 }
 
 fn tight(slots: &[u32], bounds: Bounds) -> Rows {
-    tight::pack(slots, 0..slots.len() as u32, bounds, &mut stream(SEED), 1)
+    let mut tries = tight::tries_for(slots.len());
+    tight::pack(
+        slots,
+        0..slots.len() as u32,
+        bounds,
+        &mut stream(SEED),
+        1,
+        &mut tries,
+    )
 }
 
 /// The tokens of each row, sorted. Best fit may choose either of two rows that are equally full, so
@@ -279,6 +287,14 @@ fn the_bound_sees_that_samples_above_half_the_capacity_cannot_share() {
     assert_eq!(3, lower_bound(&[6, 6, 4, 4, 4, 4], bounds(10, NO_LIMIT)));
     // 7, 7 leave 3 each, too little for a 4.
     assert_eq!(3, lower_bound(&[7, 7, 4, 4], bounds(10, NO_LIMIT)));
+    // Two of 34 or 35 fill a row of 100: the total asks for 4 rows only.
+    assert_eq!(
+        5,
+        lower_bound(
+            &[34, 35, 34, 35, 34, 35, 34, 35, 34, 35],
+            bounds(100, NO_LIMIT)
+        )
+    );
     assert_eq!(4, lower_bound(&[1; 7], bounds(10, 2)));
     assert_eq!(0, lower_bound(&[], bounds(10, 2)));
 }
@@ -291,6 +307,31 @@ fn long_tailed_lengths_meet_the_bound() {
     let rows = best_fit(&slots, bounds).len() as u64;
 
     assert!(rows <= lower_bound(&slots, bounds) + 2, "{rows}");
+}
+
+#[test]
+fn many_small_samples_in_long_rows_take_no_longer() {
+    // A search that looked at every sample of the row for each further one was cubic in them.
+    let mut slots = vec![356_515; 2000];
+    slots.extend(vec![1; 100_000]);
+    let full = bounds(1 << 20, NO_LIMIT);
+    assert_eq!(1000, tight(&slots, full).len());
+
+    let distinct: Vec<u32> = (1..=20_000).collect();
+    let limited = bounds(1 << 26, 2000);
+    assert_sound(&best_fit(&distinct, limited), &distinct, limited);
+}
+
+#[test]
+#[should_panic(expected = "a slot of 9 tokens in rows of Bounds { capacity: 8, limit: 4 }")]
+fn a_slot_that_fits_nowhere_is_not_placed() {
+    best_fit(&[5, 9], bounds(8, 4));
+}
+
+#[test]
+#[should_panic(expected = "a slot of 0 tokens")]
+fn an_empty_slot_is_not_placed() {
+    next_fit(&[5, 0], bounds(8, 4));
 }
 
 #[test]

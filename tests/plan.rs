@@ -373,9 +373,71 @@ fn the_fullest_rows_are_split_until_a_round_is_full() {
         None,
         r#""sequence_len": 5, "world_size": 4, "incomplete_batches": "split""#,
         ErrorKind::Value,
-        "3 samples cannot be split over the 4 rows of a round of all ranks; use fewer ranks or a smaller \
-         micro_batch_size, or set incomplete_batches to fill",
+        "3 samples cannot be split over 4 rows, the next multiple of the 4 rows of a round of all \
+         ranks; use fewer ranks or a smaller micro_batch_size, or set incomplete_batches to drop or \
+         fill",
     );
+}
+
+#[test]
+fn splitting_keeps_the_order_of_sequential_packing() {
+    let plan = planned(
+        &[2; 6],
+        r#""sequence_len": 4, "world_size": 2, "sample_packing_sequentially": true,
+           "incomplete_batches": "split""#,
+    );
+
+    assert_eq!(vec![0, 1, 2, 3, 4, 5], plan.index);
+    assert_eq!(4, plan.row_offsets.len() - 1);
+}
+
+#[test]
+fn a_round_of_absurdly_many_ranks_is_refused_before_memory_runs_out() {
+    let settings = config(r#""sequence_len": 8, "world_size": 1000000000"#);
+    let error = plan(&[5], None, None, &settings, 0, Split::Eval, 1).expect_err("must be refused");
+
+    assert_eq!(
+        "filling the last round of 1000000000 ranks would repeat 999999999 samples or rows of the 1 \
+         rows that there are, more than 16777216; use fewer ranks",
+        error.to_string()
+    );
+}
+
+#[test]
+fn settings_that_were_not_checked_are_checked_by_the_planner() {
+    let settings = Config {
+        world_size: 0,
+        ..config(r#""sequence_len": 8"#)
+    };
+    let error = plan(&[5], None, None, &settings, 0, Split::Train, 1).expect_err("must be refused");
+
+    assert_eq!(
+        "world_size is 0, but must be an integer from 1 to 2147483647",
+        error.to_string()
+    );
+}
+
+#[test]
+fn label_counts_and_starts_must_agree() {
+    let settings = config(r#""sequence_len": 8, "mask_first_label": false"#);
+    for (count, start, text) in [
+        (
+            0,
+            true,
+            "sample 0 has 0 labels of 4 tokens, but label_starts says that its first token is a label; \
+             multipack.label_counts gives both",
+        ),
+        (
+            4,
+            false,
+            "sample 0 has 4 labels of 4 tokens, but label_starts says that its first token is no label; \
+             multipack.label_counts gives both",
+        ),
+    ] {
+        let (counts, starts) = (Some(&[count][..]), Some(&[start][..]));
+        let error = plan(&[4], counts, starts, &settings, 0, Split::Train, 1);
+        assert_eq!(text, error.expect_err("must be refused").to_string());
+    }
 }
 
 #[test]
@@ -525,7 +587,7 @@ fn the_first_sample_of_a_row_loses_its_first_label_when_it_is_not_masked() {
     // Every token supervised: 5 labels, of which the row's first has nothing to predict it.
     assert_eq!(Some(4.0), labels(None, None));
     assert_eq!(Some(4.0), labels(Some(&[true, true]), Some(&[3, 2])));
-    assert_eq!(Some(5.0), labels(Some(&[false, false]), Some(&[3, 2])));
+    assert_eq!(Some(3.0), labels(Some(&[false, false]), Some(&[2, 1])));
 }
 
 #[test]
@@ -714,6 +776,14 @@ fn every_retained_sample_is_planned_once_or_reported() {
         for row in 0..plan.row_offsets.len() - 1 {
             assert!(!plan.row(row).is_empty(), "an empty row: {context}");
             let used: u64 = plan.row(row).iter().map(slot).sum();
+            let limit = match report.layout.is_packed() {
+                true => config.sample_packing_bin_size.unwrap_or(u64::MAX),
+                false => config.batch_size(split),
+            };
+            assert!(
+                plan.row(row).len() as u64 <= limit,
+                "over {limit} samples: {context}"
+            );
             assert!(
                 !report.layout.is_packed() || used <= capacity,
                 "{used}: {context}"

@@ -2,9 +2,9 @@
 //! for it.
 //!
 //! The right one for almost everything: on long-tailed lengths it meets the lower bound to the row.
-//! Its guarantee is 11/9 of the optimum plus 6/9 of a row (Dósa, 2007, for first fit decreasing;
-//! the same bound holds here). It is weak where no small samples are left to fill gaps, for example
-//! when every length is between a quarter and a half of the capacity.
+//! Without a limit of samples it needs at most 11/9 of the fewest rows possible, and a constant
+//! (Johnson, 1974). It is weak where no small samples are left to fill gaps, for example when every
+//! length is between a quarter and a half of the capacity.
 //!
 //! Lengths are small integers with a huge multiplicity, so nothing is done sample by sample until
 //! the very end:
@@ -34,6 +34,10 @@ use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled.
+///
+/// # Panics
+///
+/// If a slot is 0 or above the capacity, or a row may hold no item.
 pub fn pack(
     slots: &[u32],
     order: impl ExactSizeIterator<Item = u32> + Clone,
@@ -42,6 +46,7 @@ pub fn pack(
     threads: usize,
 ) -> Rows {
     let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
+    histogram.check(bounds);
     fit_within_limit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
 }
 

@@ -21,7 +21,8 @@
 //! ```
 //!
 //! So each row takes from all sizes what makes its items and its tokens run out together, and the
-//! mix of what is left stays the same. Works on the histogram, O(distinct lengths × k).
+//! mix of what is left stays the same. Works on the histogram; a step for each item of a row, for as
+//! many rows as cannot be made alike.
 
 use super::patterns::Patterns;
 use super::stock::Stock;
@@ -37,26 +38,26 @@ pub(super) fn fit(histogram: &Histogram, bounds: Bounds) -> Patterns {
     let mut tokens: u64 = classes().map(|(&s, &c)| u64::from(s) * u64::from(c)).sum();
     let mut stock = Stock::new(histogram, bounds);
     let mut patterns = Patterns::default();
-    while let Some(mut row) = stock.start_row() {
+    while let Some(largest) = stock.largest() {
         let usual = (u64::from(bounds.capacity) * items / tokens).min(u64::from(bounds.limit));
-        while (row.classes.len() as u64) < usual {
-            let share = row.space / (usual as u32 - row.classes.len() as u32);
-            let smallest = stock.smallest();
-            let class = match stock.largest_within(share, &row) {
-                Some(class) => class,
-                None if smallest <= row.space && stock.has(stock.end() - 1, &row) => {
-                    stock.end() - 1
+        let mut row = stock.row(&[largest]);
+        while u64::from(row.items) < usual && stock.end() > 0 {
+            let share = row.space / (usual as u32 - row.items);
+            let mut class = stock.at_most(share);
+            if class == stock.end() {
+                class = stock.smallest();
+                if stock.size(class) > row.space {
+                    break;
                 }
-                None => break,
-            };
-            stock.put(class, &mut row);
+            }
+            stock.add(class, 1, &mut row);
         }
         stock.top_up(&mut row);
-        let (row_items, row_tokens) = (row.classes.len() as u64, bounds.capacity - row.space);
+        let (row_items, row_tokens) = (row.items, bounds.capacity - row.space);
         let before = patterns.total();
         stock.make(row, PACE, &mut patterns);
         let made = patterns.total() - before;
-        items -= made * row_items;
+        items -= made * u64::from(row_items);
         tokens -= made * u64::from(row_tokens);
     }
     patterns

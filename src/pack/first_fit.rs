@@ -15,12 +15,16 @@ use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens, in that order; the rows are then
 /// shuffled.
+///
+/// # Panics
+///
+/// If a slot is 0 or above the capacity, or a row may hold no item.
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
     let mut tree = Tournament::new(bounds.capacity);
     let mut counts: Vec<u32> = Vec::new();
     let mut row_of = Vec::with_capacity(order.len());
     for &item in order {
-        let slot = slots[item as usize];
+        let slot = bounds.checked(slots[item as usize]);
         let row = tree.first_with(slot);
         if row == counts.len() {
             counts.push(0);
@@ -31,6 +35,8 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
         tree.set(row, if counts[row] == bounds.limit { 0 } else { free });
         row_of.push(row as u32);
     }
+
+    drop(tree);
 
     // Counting sort by the shuffled number of the row; items keep their order of arrival inside it.
     let mut number: Vec<u32> = (0..counts.len() as u32).collect();

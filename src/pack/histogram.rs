@@ -62,6 +62,16 @@ impl Histogram {
         self.sizes.is_empty()
     }
 
+    /// Panics unless every item fits into an empty row.
+    pub(super) fn check(&self, bounds: super::Bounds) {
+        for size in [self.sizes.first(), self.sizes.last()]
+            .into_iter()
+            .flatten()
+        {
+            bounds.checked(*size);
+        }
+    }
+
     /// From a size to the number of the largest class that is not above it: of the class itself
     /// where there is one. The number of classes where all are above it.
     pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 {
@@ -92,13 +102,15 @@ impl Histogram {
             items.push(items[items.len() - 1] + u64::from(count));
             tokens.push(tokens[tokens.len() - 1] + u64::from(size) * u64::from(count));
         }
-        let (all_items, all_tokens) = (items[self.len()], tokens[self.len()]);
+        let all_tokens = tokens[self.len()];
         let above = |bound: u64| self.sizes.partition_point(|&size| u64::from(size) > bound);
         let half = above(capacity / 2);
 
         let mut best = all_tokens.div_ceil(capacity);
-        best = best.max(all_items.div_ceil(u64::from(bounds.limit)));
-        best = best.max(items[half]);
+        for (class, &size) in self.sizes.iter().enumerate() {
+            let most = (bounds.capacity / size).min(bounds.limit);
+            best = best.max(items[class + 1].div_ceil(u64::from(most)));
+        }
         for class in half..self.len() {
             let threshold = u64::from(self.sizes[class]);
             let alone = above(capacity - threshold).min(half);
@@ -113,5 +125,5 @@ impl Histogram {
 
 /// The largest size for which a table of all sizes is worth its memory.
 fn table_bound(items: usize) -> usize {
-    (4 * items).max(1 << 16)
+    (4 * items).max(1 << 10)
 }

@@ -20,6 +20,10 @@ use crate::order::Stream;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled.
+///
+/// # Panics
+///
+/// As for [`best_fit::pack`].
 pub fn pack(
     slots: &[u32],
     order: impl ExactSizeIterator<Item = u32> + Clone,
@@ -28,8 +32,9 @@ pub fn pack(
     threads: usize,
 ) -> Rows {
     let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
+    histogram.check(bounds);
     let best = best_fit::fit_within_limit(&histogram, bounds);
-    let mut tries = tight::tries(order.len());
+    let mut tries = tight::tries_for(order.len());
     let mixed = Filling::new(&histogram, bounds, stream, &mut tries).fill(0, 1);
     let patterns = if mixed.total() <= best.total() {
         mixed

@@ -105,6 +105,18 @@ pub struct Bounds {
     pub limit: u32,
 }
 
+impl Bounds {
+    /// The slot itself, which must fit into an empty row. The planner sees to that; whoever calls a
+    /// packer alone learns here of a slot that would never be placed.
+    fn checked(self, slot: u32) -> u32 {
+        assert!(
+            0 < slot && slot <= self.capacity && self.limit > 0,
+            "a slot of {slot} tokens in rows of {self:?}"
+        );
+        slot
+    }
+}
+
 /// Packs items of `slots[i]` tokens by the algorithm of the settings. Every slot is from 1 to the
 /// capacity.
 ///
@@ -119,6 +131,7 @@ pub(crate) fn pack(
     threads: usize,
 ) -> Rows {
     let items = 0..slots.len() as u32;
+    let mut tries = tight::tries_for(slots.len());
     let group = config.sample_packing_group_size.unwrap_or(u64::MAX) as usize;
     match config.sample_packing_algorithm {
         _ if config.sample_packing_sequentially => {
@@ -132,7 +145,7 @@ pub(crate) fn pack(
             return best_fit::pack(slots, items, bounds, stream, threads);
         }
         Algorithm::Tight if group >= slots.len() => {
-            return tight::pack(slots, items, bounds, stream, threads);
+            return tight::pack(slots, items, bounds, stream, threads, &mut tries);
         }
         _ => {}
     }
@@ -146,7 +159,7 @@ pub(crate) fn pack(
                 mixed::pack(slots, items, bounds, stream, threads)
             }
             Algorithm::BestFitDecreasing => best_fit::pack(slots, items, bounds, stream, threads),
-            Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads),
+            Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads, &mut tries),
             Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),
             Algorithm::NextFit => next_fit::pack(slots, chunk, bounds).shuffled(stream),
         };
@@ -161,11 +174,12 @@ pub(crate) fn pack(
 
 /// A number of rows that no packing can beat: the largest of three bounds.
 ///
-/// The first is the total over the capacity, the second the number of items over the limit. The
-/// third is Martello and Toth's L2 (1990): items above half the capacity need rows of their own.
-/// For a threshold t, those above capacity − t have no space for items of t or more; so what the
-/// items from t to one half do not find as free space beside the other large ones needs further
-/// rows. For lengths 6, 6, 6 and capacity 10 the total asks for 2 rows, L2 for 3.
+/// The first is the total over the capacity. The second: of the items of some size or more, a row
+/// holds at most capacity / size, and at most the limit. The third is Martello and Toth's L2 (1990):
+/// items above half the capacity need rows of their own. For a threshold t, those above capacity − t
+/// have no space for items of t or more; so what the items from t to one half do not find as free
+/// space beside the other large ones needs further rows. For lengths 6, 6, 6 and capacity 10 the
+/// total asks for 2 rows, the others for 3.
 ///
 /// O(n + longest), or O(n log n) for sparse sizes; exact integers.
 pub fn lower_bound(slots: &[u32], bounds: Bounds) -> u64 {

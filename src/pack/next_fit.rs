@@ -9,6 +9,12 @@ use super::{Bounds, Rows};
 
 /// Packs the items of `order`, each of `slots[item]` tokens, in that order.
 ///
+/// # Panics
+///
+/// If a slot is 0 or above the capacity, or a row may hold no item.
+///
+/// # Examples
+///
 /// ```
 /// use multipack::pack::{Bounds, next_fit};
 ///
@@ -25,7 +31,7 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds) -> Rows {
     };
     let (mut used, mut start) = (0u32, 0usize);
     for at in 0..order.len() {
-        let slot = rows.slots[at];
+        let slot = bounds.checked(rows.slots[at]);
         if slot > bounds.capacity - used || (at - start) as u32 == bounds.limit {
             rows.offsets.push(at as u32);
             (used, start) = (0, at);

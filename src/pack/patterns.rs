@@ -25,6 +25,7 @@ pub(super) struct Patterns {
     /// Where each recipe ends in `parts`.
     ends: Vec<u32>,
     rows: Vec<u32>,
+    total: u64,
 }
 
 impl Patterns {
@@ -33,6 +34,7 @@ impl Patterns {
         self.parts.extend(parts);
         self.ends.push(self.parts.len() as u32);
         self.rows.push(rows);
+        self.total += u64::from(rows);
     }
 
     /// The recipes, each with its number of rows.
@@ -42,7 +44,7 @@ impl Patterns {
 
     /// Rows in all.
     pub fn total(&self) -> u64 {
-        self.rows.iter().map(|&rows| u64::from(rows)).sum()
+        self.total
     }
 
     fn parts(&self, number: usize) -> &[Part] {
@@ -87,11 +89,14 @@ impl Patterns {
             rows.offsets.push(end);
         }
 
-        // Each part of the rows needs to know where in each class the parts before it have got to.
+        // Each part of the rows needs to know where in each class the parts before it have got to:
+        // a table of the classes, which must not outgrow the items.
         let mut next = starts;
+        let most = (items.len() / next.len()).max(1);
+        let chunk = chunk_len(recipe_of_row.len(), threads).max(recipe_of_row.len().div_ceil(most));
         let mut parts = Vec::new();
         let mut rest = (&mut rows.items[..], &mut rows.slots[..]);
-        for recipes in recipe_of_row.chunks(chunk_len(recipe_of_row.len(), threads)) {
+        for recipes in recipe_of_row.chunks(chunk.max(1)) {
             let taken: u32 = recipes.iter().map(|&number| sizes[number as usize]).sum();
             let (my_items, other_items) = rest.0.split_at_mut(taken as usize);
             let (my_slots, other_slots) = rest.1.split_at_mut(taken as usize);

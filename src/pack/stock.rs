@@ -1,17 +1,19 @@
 //! Items that are still to be placed, by size, for packers that fill one row after the other.
 //!
-//! A row is put together from classes of the histogram without taking anything away; once it is
-//! complete, [`Stock::make`] makes as many rows like it as there are items for. Classes whose items
-//! are gone are passed over by links that are shortened on the way, so that finding the next size
-//! costs next to nothing however many are gone.
+//! A row under way holds its items back from the stock; once it is complete, [`Stock::make`] makes as
+//! many rows like it as there are items for. Classes whose items are gone are passed over by links
+//! that are shortened on the way, so that finding the next size costs next to nothing however many
+//! are gone, and items of one class are added all at once: a row costs about as many steps as it has
+//! distinct sizes.
 
 use super::patterns::{Part, Patterns};
 use super::{Bounds, Histogram};
 
-/// The classes of a row's items, and the space that they leave.
-#[derive(Debug, Clone)]
+/// A row under way.
+#[derive(Debug)]
 pub(super) struct Row {
-    pub classes: Vec<u32>,
+    parts: Vec<Part>,
+    pub items: u32,
     pub space: u32,
 }
 
@@ -41,21 +43,25 @@ impl<'a> Stock<'a> {
         }
     }
 
-    /// A row with one item of the largest size left; none if nothing is.
-    pub fn start_row(&mut self) -> Option<Row> {
-        let largest = self.first_from(0);
-        if largest as usize == self.sizes.len() {
-            return None;
-        }
-        Some(Row {
-            classes: vec![largest],
-            space: self.bounds.capacity - self.sizes[largest as usize],
-        })
+    /// The largest class that has items left; none if none has.
+    pub fn largest(&mut self) -> Option<u32> {
+        let class = self.first_from(0);
+        (class < self.end).then_some(class)
     }
 
-    /// The smallest size left.
+    /// The smallest class that has items left; there must be one.
     pub fn smallest(&self) -> u32 {
-        self.sizes[self.end as usize - 1]
+        self.end - 1
+    }
+
+    /// Tokens of an item of the class.
+    pub fn size(&self, class: u32) -> u32 {
+        self.sizes[class as usize]
+    }
+
+    /// Items left of the class.
+    pub fn left(&self, class: u32) -> u32 {
+        self.left[class as usize]
     }
 
     /// One past the smallest class that has items left.
@@ -65,10 +71,10 @@ impl<'a> Stock<'a> {
 
     /// The largest class with items left that is not above `size`; [`Self::end`] if there is none.
     pub fn at_most(&mut self, size: u32) -> u32 {
-        self.first_from((self.lookup)(size)).min(self.end)
+        self.first_from((self.lookup)(size))
     }
 
-    /// The first class from `class` on that has items left, or the number of classes.
+    /// The first class from `class` on that has items left; [`Self::end`] if there is none.
     pub fn first_from(&mut self, mut class: u32) -> u32 {
         // Path halving: each link on the way is made to skip one more.
         while self.next[class as usize] != class {
@@ -76,66 +82,71 @@ impl<'a> Stock<'a> {
             self.next[class as usize] = self.next[next as usize];
             class = next;
         }
-        class
+        class.min(self.end)
     }
 
-    /// Whether an item of `class` is left beside those in the row.
-    pub fn has(&self, class: u32, row: &Row) -> bool {
-        let used = row.classes.iter().filter(|&&other| other == class).count();
-        class < self.end && self.left[class as usize] as usize > used
-    }
-
-    /// The largest class that is not above `size` and of which an item is left beside the row's.
-    pub fn largest_within(&mut self, size: u32, row: &Row) -> Option<u32> {
-        let mut class = self.at_most(size);
-        while class < self.end {
-            if self.has(class, row) {
-                return Some(class);
-            }
-            class = self.first_from(class + 1);
+    /// A row of these classes, which must have the items.
+    pub fn row(&mut self, classes: &[u32]) -> Row {
+        let mut row = Row {
+            parts: Vec::new(),
+            items: 0,
+            space: self.bounds.capacity,
+        };
+        for &class in classes {
+            self.add(class, 1, &mut row);
         }
-        None
+        row
     }
 
-    /// Adds an item to a row.
-    pub fn put(&self, class: u32, row: &mut Row) {
-        row.space -= self.sizes[class as usize];
-        row.classes.push(class);
+    /// Puts so many items of a class into a row.
+    pub fn add(&mut self, class: u32, times: u32, row: &mut Row) {
+        row.space -= times * self.size(class);
+        row.items += times;
+        match row.parts.last_mut() {
+            Some(part) if part.class == class => part.times += times,
+            _ => row.parts.push(Part { class, times }),
+        }
+        self.take(class, times);
     }
 
-    /// Adds the largest item that fits until none does.
+    /// Adds the largest items that fit until none does.
     pub fn top_up(&mut self, row: &mut Row) {
-        while (row.classes.len() as u32) < self.bounds.limit {
-            match self.largest_within(row.space, row) {
-                Some(class) => self.put(class, row),
-                None => return,
+        while row.items < self.bounds.limit {
+            let class = self.at_most(row.space);
+            if class == self.end {
+                return;
             }
+            let most = (row.space / self.size(class)).min(self.bounds.limit - row.items);
+            self.add(class, most.min(self.left(class)), row);
         }
     }
 
     /// Makes rows like this one: as many as there are items for, divided by `pace`, at least one.
-    pub fn make(&mut self, mut row: Row, pace: u32, patterns: &mut Patterns) {
-        row.classes.sort_unstable();
-        let parts = || {
-            row.classes.chunk_by(|a, b| a == b).map(|equal| Part {
-                class: equal[0],
-                times: equal.len() as u32,
-            })
-        };
-        let most = parts()
-            .map(|part| self.left[part.class as usize] / part.times)
-            .min();
-        let rows = (most.unwrap_or(1) / pace).max(1);
-        for part in parts() {
-            let left = &mut self.left[part.class as usize];
-            *left -= rows * part.times;
-            if *left == 0 {
-                self.next[part.class as usize] = part.class + 1;
-            }
+    pub fn make(&mut self, row: Row, pace: u32, patterns: &mut Patterns) {
+        let mut parts = row.parts;
+        parts.sort_unstable_by_key(|part| part.class);
+        parts.dedup_by(|later, earlier| {
+            let same = later.class == earlier.class;
+            earlier.times += if same { later.times } else { 0 };
+            same
+        });
+        let more = parts.iter().map(|part| self.left(part.class) / part.times);
+        let more = ((more.min().unwrap_or(0) + 1) / pace).max(1) - 1;
+        for part in &parts {
+            self.take(part.class, more * part.times);
         }
+        patterns.push(parts, more + 1);
+    }
+
+    fn take(&mut self, class: u32, items: u32) {
+        let left = &mut self.left[class as usize];
+        *left -= items;
+        if *left > 0 {
+            return;
+        }
+        self.next[class as usize] = class + 1;
         while self.end > 0 && self.left[self.end as usize - 1] == 0 {
             self.end -= 1;
         }
-        patterns.push(parts(), rows);
     }
 }

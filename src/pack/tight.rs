@@ -40,7 +40,7 @@
 //! `FIXED_TRIES` + `TRIES_PER_ITEM` × n, a few seconds for ten million samples.
 
 use super::patterns::{Part, Patterns};
-use super::stock::{Row, Stock};
+use super::stock::Stock;
 use super::{Bounds, Histogram, Rows, best_fit};
 use crate::order::Stream;
 
@@ -52,59 +52,62 @@ const SHARE: u64 = 3;
 /// Random choices for each number of partners. 16 gave twice the rows with space, 256 hardly fewer.
 const TRIES: u32 = 64;
 /// Most partners of a row's first item that are drawn; more are only added where they fit.
-const MOST_PARTNERS: u32 = 5;
+const MOST_PARTNERS: usize = 5;
 /// How often many partners are tried before few, in 1/16. What serves depends on the lengths: up to
 /// a quarter for uniform ones, none for a long tail.
 const APPETITES: [u32; 6] = [0, 1, 2, 3, 4, 5];
 /// Divisors of the rows made alike: one is quick, many keep the mix.
 const PACES: [u32; 3] = [1, 4, u32::MAX];
 /// Tries in all, whatever the number of items.
-const FIXED_TRIES: u64 = 1 << 23;
+const FIXED_TRIES: u64 = 1 << 21;
 /// Further tries for each item.
-const TRIES_PER_ITEM: u64 = 16;
+const TRIES_PER_ITEM: u64 = 32;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
-/// shuffled.
+/// shuffled. `tries` is what is left of [`tries_for`] so many items.
+///
+/// # Panics
+///
+/// As for [`best_fit::pack`].
 pub fn pack(
     slots: &[u32],
     order: impl ExactSizeIterator<Item = u32> + Clone,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,
+    tries: &mut u64,
 ) -> Rows {
     let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
-    fit(&histogram, bounds, stream).deal(slots, order, &histogram, stream, threads)
+    histogram.check(bounds);
+    fit(&histogram, bounds, stream, tries).deal(slots, order, &histogram, stream, threads)
 }
 
 /// How many tries so many items are worth.
-pub(super) fn tries(items: usize) -> u64 {
+pub fn tries_for(items: usize) -> u64 {
     FIXED_TRIES + TRIES_PER_ITEM * items as u64
 }
 
-fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream) -> Patterns {
+fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream, tries: &mut u64) -> Patterns {
     let bound = histogram.lower_bound(bounds);
-    let items: usize = histogram.counts.iter().map(|&c| c as usize).sum();
-    let mut tries = tries(items);
     let mut best = best_fit::fit_within_limit(histogram, bounds);
     for appetite in APPETITES {
-        if best.total() <= bound || tries == 0 {
+        if best.total() <= bound || *tries == 0 {
             return best;
         }
-        let made = Filling::new(histogram, bounds, stream, &mut tries).fill(appetite, PACES[0]);
+        let made = Filling::new(histogram, bounds, stream, tries).fill(appetite, PACES[0]);
         if made.total() < best.total() {
             best = made;
         }
     }
     for round in 0..ROUNDS {
-        if best.total() <= bound || tries == 0 {
+        if best.total() <= bound || *tries == 0 {
             break;
         }
         let (kept, opened) = take_apart(&best, histogram, bounds, stream);
         let appetite = APPETITES[stream.below(APPETITES.len() as u32) as usize];
         let pace = PACES[round as usize % PACES.len()];
         let part = histogram_of(&opened, histogram);
-        let filling = Filling::new(&part.histogram, bounds, stream, &mut tries);
-        let made = filling.fill(appetite, pace);
+        let made = Filling::new(&part.histogram, bounds, stream, tries).fill(appetite, pace);
         // As many rows are welcome too: the search moves on.
         if made.total() <= opened.total() {
             best = kept;
@@ -212,21 +215,23 @@ impl<'a> Filling<'a> {
     /// before few; of the rows that could be made alike one in `pace` is.
     pub fn fill(mut self, appetite: u32, pace: u32) -> Patterns {
         let mut patterns = Patterns::default();
-        while let Some(start) = self.stock.start_row() {
+        while let Some(largest) = self.stock.largest() {
             let many_first = self.stream.below(16) < appetite;
-            let mut row = self.fill_row(start, many_first);
+            let draw = self.draw_best(Draw::of(largest, self.bounds, &self.stock), many_first);
+            let mut row = self.stock.row(draw.classes());
             self.stock.top_up(&mut row);
             self.stock.make(row, pace, &mut patterns);
         }
         patterns
     }
 
-    /// The row that leaves the least space, of those that the tries find.
-    fn fill_row(&mut self, start: Row, many_first: bool) -> Row {
-        let most = (start.space / self.stock.smallest())
+    /// The draw that leaves the least space, of those that the tries find.
+    fn draw_best(&mut self, start: Draw, many_first: bool) -> Draw {
+        let smallest = self.stock.size(self.stock.smallest());
+        let most = (start.space / smallest)
             .min(self.bounds.limit - 1)
-            .min(MOST_PARTNERS);
-        let mut best = start.clone();
+            .min(MOST_PARTNERS as u32);
+        let mut best = start;
         for step in 1..=most {
             let partners = if many_first { most + 1 - step } else { step };
             // One partner is the largest that fits: there is nothing to draw.
@@ -235,11 +240,11 @@ impl<'a> Filling<'a> {
                     return best;
                 }
                 *self.tries -= 1;
-                let Some(row) = self.draw(&start, partners) else {
+                let Some(draw) = self.draw(start, partners, smallest) else {
                     continue;
                 };
-                if row.space < best.space {
-                    best = row;
+                if draw.space < best.space {
+                    best = draw;
                 }
                 if best.space == 0 {
                     return best;
@@ -249,25 +254,66 @@ impl<'a> Filling<'a> {
         best
     }
 
-    /// The row with so many partners for its first item, all but the last at random among those
-    /// that leave space for the others; none if a draw is in vain.
-    fn draw(&mut self, start: &Row, partners: u32) -> Option<Row> {
-        let mut row = start.clone();
+    /// So many partners for the first item, all but the last at random among those that leave space
+    /// for the others, of which none is smaller than `smallest`; none if a draw is in vain.
+    fn draw(&mut self, mut draw: Draw, partners: u32, smallest: u32) -> Option<Draw> {
         for others in (1..partners).rev() {
-            let most = row.space.checked_sub(others * self.stock.smallest())?;
+            let most = draw.space.checked_sub(others * smallest)?;
             let from = self.stock.at_most(most);
             let end = self.stock.end();
             if from == end {
                 return None;
             }
             let class = self.stock.first_from(from + self.stream.below(end - from));
-            if !self.stock.has(class, &row) {
+            if !draw.can_take(class, &self.stock) {
                 return None;
             }
-            self.stock.put(class, &mut row);
+            draw.take(class, &self.stock);
         }
-        let last = self.stock.largest_within(row.space, &row)?;
-        self.stock.put(last, &mut row);
-        Some(row)
+        let mut last = self.stock.at_most(draw.space);
+        while last < self.stock.end() {
+            if draw.can_take(last, &self.stock) {
+                draw.take(last, &self.stock);
+                return Some(draw);
+            }
+            last = self.stock.first_from(last + 1);
+        }
+        None
+    }
+}
+
+/// A few items that might make a row; nothing is taken from the stock for them.
+#[derive(Clone, Copy)]
+struct Draw {
+    classes: [u32; MOST_PARTNERS + 1],
+    len: usize,
+    space: u32,
+}
+
+impl Draw {
+    fn of(class: u32, bounds: Bounds, stock: &Stock) -> Draw {
+        let mut draw = Draw {
+            classes: [0; MOST_PARTNERS + 1],
+            len: 0,
+            space: bounds.capacity,
+        };
+        draw.take(class, stock);
+        draw
+    }
+
+    fn classes(&self) -> &[u32] {
+        &self.classes[..self.len]
+    }
+
+    fn take(&mut self, class: u32, stock: &Stock) {
+        self.classes[self.len] = class;
+        self.len += 1;
+        self.space -= stock.size(class);
+    }
+
+    /// Whether an item of the class is left beside those of the draw.
+    fn can_take(&self, class: u32, stock: &Stock) -> bool {
+        let used = self.classes().iter().filter(|&&c| c == class).count();
+        class < stock.end() && stock.left(class) as usize > used
     }
 }
