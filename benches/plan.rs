@@ -18,17 +18,35 @@ const BOUNDS: Bounds = Bounds {
     limit: u32::MAX,
 };
 
+/// As many threads as the machine has.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// A packing algorithm with its arguments filled in.
 type Pack = fn(&[u32], &[u32]) -> Rows;
 
 const ALGORITHMS: [(&str, Pack); 4] = [
     ("best_fit", |slots, order| {
-        best_fit::pack(slots, order.iter().copied(), BOUNDS, &mut stream(SEED), 1)
+        best_fit::pack(
+            slots,
+            order.iter().copied(),
+            BOUNDS,
+            &mut stream(SEED),
+            threads(),
+        )
     }),
     ("tight", |slots, order| {
         let mut tries = tight::tries_for(slots.len());
         let order = order.iter().copied();
-        tight::pack(slots, order, BOUNDS, &mut stream(SEED), 1, &mut tries)
+        tight::pack(
+            slots,
+            order,
+            BOUNDS,
+            &mut stream(SEED),
+            threads(),
+            &mut tries,
+        )
     }),
     ("first_fit", |slots, order| {
         first_fit::pack(slots, order, BOUNDS, &mut stream(SEED))
@@ -81,7 +99,8 @@ fn whole_plan(criterion: &mut Criterion) {
             .map(i64::from)
             .collect();
         group.throughput(Throughput::Elements(n as u64));
-        let make = || plan(&lengths, None, None, &config, 0, Split::Train, 1).expect("a plan");
+        let make =
+            || plan(&lengths, None, None, &config, 0, Split::Train, threads()).expect("a plan");
         let report = make().report;
         assert_eq!(report.retained, n as u64);
         assert!(report.after.efficiency > Some(0.999));
@@ -154,7 +173,7 @@ fn balance(criterion: &mut Criterion) {
             .expect("valid settings");
             let make = || {
                 let counts = Some(&labels[..]);
-                plan(&lengths, counts, None, &config, 0, Split::Train, 1).expect("a plan")
+                plan(&lengths, counts, None, &config, 0, Split::Train, threads()).expect("a plan")
             };
             let after = make().report.after;
             let per_step = after.step_label_std.zip(after.mean_labels);

@@ -807,6 +807,22 @@ fn every_retained_sample_is_planned_once_or_reported() {
 }
 
 #[test]
+fn large_plans_do_not_depend_on_the_threads() {
+    let lengths: Vec<i64> = lengths::lognormal(600_000, 4096, SEED)
+        .into_iter()
+        .map(i64::from)
+        .collect();
+    let settings = config(r#""sequence_len": 4096, "world_size": 2"#);
+    let make =
+        |threads| plan(&lengths, None, None, &settings, 0, Split::Train, threads).expect("a plan");
+
+    let alone = make(1);
+    for threads in [2, 3, 8] {
+        assert_eq!(alone, make(threads), "{threads} threads");
+    }
+}
+
+#[test]
 fn neighbouring_batches_are_not_alike() {
     for algorithm in ["best_fit_decreasing", "tight", "first_fit", "next_fit"] {
         let lengths: Vec<i64> = lengths::lognormal(20_000, 4096, SEED)

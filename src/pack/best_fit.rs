@@ -40,7 +40,7 @@ use crate::order::Stream;
 /// If a slot is 0 or above the capacity, or a row may hold no item.
 pub fn pack(
     slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32> + Clone,
+    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,

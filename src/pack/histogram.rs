@@ -74,7 +74,7 @@ impl Histogram {
 
     /// From a size to the number of the largest class that is not above it: of the class itself
     /// where there is one. The number of classes where all are above it.
-    pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 {
+    pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 + Send + Sync {
         let items: usize = self.counts.iter().map(|&count| count as usize).sum();
         let largest = self.sizes.first().copied().unwrap_or(0);
         let table = (largest as usize <= table_bound(items)).then(|| {

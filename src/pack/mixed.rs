@@ -26,7 +26,7 @@ use crate::order::Stream;
 /// As for [`best_fit::pack`].
 pub fn pack(
     slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32> + Clone,
+    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,

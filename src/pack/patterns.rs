@@ -60,13 +60,13 @@ impl Patterns {
     pub fn deal(
         &self,
         slots: &[u32],
-        order: impl ExactSizeIterator<Item = u32>,
+        order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
         histogram: &Histogram,
         stream: &mut Stream,
         threads: usize,
     ) -> Rows {
-        let (mut items, starts) = sort_by_class(slots, order, histogram);
-        shuffle_classes(&mut items, &starts, stream, threads);
+        let sorted = sort_by_class(slots, order, histogram, threads);
+        let Sorted { items, starts } = shuffle_classes(sorted, stream, threads);
 
         let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
         for (number, &rows) in self.rows.iter().enumerate() {
@@ -133,50 +133,114 @@ impl Patterns {
     }
 }
 
-/// Shuffles the items of each class. Every class has a stream of its own, so that it does not
-/// matter which thread shuffles it.
-fn shuffle_classes(items: &mut [u32], starts: &[u32], stream: &mut Stream, threads: usize) {
-    let family = stream.family();
-    let mut parts = Vec::new();
-    let mut rest = items;
-    for (class, bounds) in starts.windows(2).enumerate() {
-        let (mine, others) = rest.split_at_mut((bounds[1] - bounds[0]) as usize);
-        rest = others;
-        parts.push((class as u64, mine));
+/// Items by class, the largest sizes first.
+#[derive(Clone, Default)]
+struct Sorted {
+    items: Vec<u32>,
+    /// Where each class begins in `items`; one more entry than classes.
+    starts: Vec<u32>,
+}
+
+impl Sorted {
+    /// Sorts items into classes of these counts; inside a class they keep their order.
+    fn fill(
+        slots: &[u32],
+        order: impl ExactSizeIterator<Item = u32>,
+        class_of: &impl Fn(u32) -> u32,
+        counts: &[u32],
+    ) -> Sorted {
+        let mut starts = Vec::with_capacity(counts.len() + 1);
+        starts.push(0);
+        for &count in counts {
+            starts.push(starts[starts.len() - 1] + count);
+        }
+        let mut next = starts.clone();
+        let mut items = vec![0u32; order.len()];
+        for item in order {
+            let at = &mut next[class_of(slots[item as usize]) as usize];
+            items[*at as usize] = item;
+            *at += 1;
+        }
+        Sorted { items, starts }
     }
-    let chunk = chunk_len(parts.len(), threads);
-    let parts: Vec<&mut [(u64, &mut [u32])]> = parts.chunks_mut(chunk).collect();
-    parallel::for_each(threads, parts, |classes| {
-        for (class, items) in classes {
-            family.stream(*class).shuffle(items);
+
+    fn class(&self, class: usize) -> &[u32] {
+        &self.items[self.starts[class] as usize..self.starts[class + 1] as usize]
+    }
+}
+
+/// A counting sort in as many pieces as there are threads, one piece for each stretch of the items.
+fn sort_by_class(
+    slots: &[u32],
+    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
+    histogram: &Histogram,
+    threads: usize,
+) -> Vec<Sorted> {
+    /// Items for one piece: fewer are sorted before a thread is woken.
+    const PIECE: usize = 1 << 17;
+    let class_of = histogram.lookup();
+    let pieces = threads.min(order.len() / PIECE.max(4 * histogram.len()));
+    if pieces <= 1 {
+        return vec![Sorted::fill(slots, order, &class_of, &histogram.counts)];
+    }
+    let piece = order.len().div_ceil(pieces);
+    let mut sorted = vec![Sorted::default(); pieces];
+    let parts = sorted.iter_mut().enumerate().collect();
+    parallel::for_each(threads, parts, |(number, sorted): (usize, &mut Sorted)| {
+        let order = order.clone().skip(number * piece).take(piece);
+        let mut counts = vec![0u32; histogram.len()];
+        for item in order.clone() {
+            counts[class_of(slots[item as usize]) as usize] += 1;
+        }
+        *sorted = Sorted::fill(slots, order, &class_of, &counts);
+    });
+    sorted
+}
+
+/// Joins the pieces and shuffles the items of each class. Every class has a random stream of its own,
+/// so that it does not matter which thread shuffles it.
+fn shuffle_classes(mut pieces: Vec<Sorted>, stream: &mut Stream, threads: usize) -> Sorted {
+    let family = stream.family();
+    let classes = pieces[0].starts.len() - 1;
+    let mut starts = vec![0u32; classes + 1];
+    for piece in &pieces {
+        for (start, of_piece) in starts.iter_mut().zip(&piece.starts) {
+            *start += of_piece;
+        }
+    }
+    let mut items = match &mut pieces[..] {
+        [only] => std::mem::take(&mut only.items),
+        _ => vec![0; starts[classes] as usize],
+    };
+    let mut parts = Vec::new();
+    let mut rest = &mut items[..];
+    let chunk = chunk_len(classes, threads);
+    for first in (0..classes).step_by(chunk) {
+        let end = classes.min(first + chunk);
+        let (mine, others) = rest.split_at_mut((starts[end] - starts[first]) as usize);
+        rest = others;
+        parts.push((first..end, mine));
+    }
+    parallel::for_each(threads, parts, |(classes, mut rest)| {
+        for class in classes {
+            let len = (starts[class + 1] - starts[class]) as usize;
+            let (mine, others) = rest.split_at_mut(len);
+            rest = others;
+            if pieces.len() > 1 {
+                let mut to = 0;
+                for from in pieces.iter().map(|piece| piece.class(class)) {
+                    mine[to..to + from.len()].copy_from_slice(from);
+                    to += from.len();
+                }
+            }
+            family.stream(class as u64).shuffle(mine);
         }
     });
+    Sorted { items, starts }
 }
 
 /// How much of `len` goes to one part of the work: a few parts for each thread, so that none waits
 /// long for the last.
 fn chunk_len(len: usize, threads: usize) -> usize {
     len.div_ceil(4 * threads.max(1)).max(1)
-}
-
-/// The items, largest first and otherwise in their order, and where each class begins. A counting
-/// sort.
-fn sort_by_class(
-    slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32>,
-    histogram: &Histogram,
-) -> (Vec<u32>, Vec<u32>) {
-    let class_of = histogram.lookup();
-    let mut starts = vec![0u32];
-    for &count in &histogram.counts {
-        starts.push(starts[starts.len() - 1] + count);
-    }
-    let mut next = starts.clone();
-    let mut items = vec![0u32; order.len()];
-    for item in order {
-        let at = &mut next[class_of(slots[item as usize]) as usize];
-        items[*at as usize] = item;
-        *at += 1;
-    }
-    (items, starts)
 }

@@ -71,7 +71,7 @@ const TRIES_PER_ITEM: u64 = 32;
 /// As for [`best_fit::pack`].
 pub fn pack(
     slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32> + Clone,
+    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,
