@@ -5,6 +5,7 @@
 use multipack::batch::{
     BatchSlices, Layout, LayoutOptions, MaskSlice, block_mask, boundaries, label_counts,
 };
+use multipack::{Config, Split, plan};
 
 #[test]
 fn the_global_pool_is_never_built() {
@@ -49,6 +50,10 @@ fn the_global_pool_is_never_built() {
         4,
     )
     .unwrap();
+
+    let lengths = vec![100; 300_000];
+    let config = Config::from_json(r#"{"sequence_len": 1000, "balance_labels": true}"#).unwrap();
+    plan(&lengths, None, None, &config, 0, Split::Train, 4).unwrap();
 
     assert!(rayon::ThreadPoolBuilder::new().build_global().is_ok());
 }
