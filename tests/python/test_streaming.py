@@ -164,6 +164,19 @@ def test_random_buffers_lose_and_double_nothing(seeded: np.random.Generator) -> 
         assert list(range(len(lengths))) == sorted(samples_of(ids(made)))
 
 
+def test_balancing_stays_inside_a_buffer_and_loses_nothing(seeded: np.random.Generator) -> None:
+    """Labels are balanced buffer by buffer, and every sample still comes once."""
+    lengths = [int(n) for n in seeded.integers(1, 9, 300)]
+    keys = {"balance_labels": True, "streaming_multipack_buffer_size": 50, "world_size": 2}
+
+    ranks = [quiet(stream(lengths, rank=rank, **keys)) for rank in (0, 1)]
+
+    assert len(ranks[0]) == len(ranks[1])
+    seen = Counter(sample for rank in ranks for sample in samples_of(ids(rank)))
+    assert max(seen.values()) == 1
+    assert len(seen) >= 300 - 2 * 8
+
+
 def test_a_small_stream_is_packed_as_it_can_be() -> None:
     assert len(ids(stream([7, 6, 2, 5], sequence_len=10))) == 3
 
@@ -820,6 +833,12 @@ def test_what_is_no_sample_is_refused_by_its_number(
             ValueError,
             "label_balance_window_optim_steps is 32, but must be 1 for a stream: the buffers of a "
             "stream do not say where optimizer steps begin",
+        ),
+        (
+            {"balance_labels": True, "sample_packing": False},
+            ValueError,
+            "balance_labels with sample_packing: false needs all lengths at once, which a stream "
+            "does not have: pack it, or use MultipackBatchSampler",
         ),
         (
             {"sequence_len": None},

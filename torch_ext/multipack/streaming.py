@@ -145,8 +145,9 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
     Raises:
         TypeError: If something is of the wrong kind.
         ValueError: As for `plan`; if the rank is missing or out of range; if
-            `label_balance_window_optim_steps` is more than 1; if the collator is for an evaluation,
-            or would lay out what is planned in another way.
+            `label_balance_window_optim_steps` is more than 1, or labels are to be balanced without
+            packing; if the collator is for an evaluation, or would lay out what is planned in
+            another way.
     """
 
     def __init__(
@@ -173,6 +174,11 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 "label_balance_window_optim_steps is "
                 f"{self.config.label_balance_window_optim_steps}, but must be 1 for a stream: the "
                 "buffers of a stream do not say where optimizer steps begin"
+            )
+        if self.config.balance_labels and layout(self.config, "train") in ("padded", "flattened"):
+            raise ValueError(
+                "balance_labels with sample_packing: false needs all lengths at once, which a "
+                "stream does not have: pack it, or use MultipackBatchSampler"
             )
         if isinstance(collator, Collator):
             _check_agreement(self.config, collator)
