@@ -1,9 +1,10 @@
 //! What can go wrong, as data and then as a sentence.
 //!
-//! There is one [`Error`] for the whole crate. Each variant carries the numbers that a caller needs to find the
-//! fault: which sample, what was found, what was allowed. The sentence is lower case, has no full stop, and ends with
-//! the remedy where there is one. [`Error::kind`] says which exception class the sentence becomes on the other side of
-//! the bridge, so that Python raises `ValueError`, `TypeError` or `IndexError` and C++ throws `c10::ValueError` and so on.
+//! There is one [`Error`] for the whole crate. Each variant carries the numbers that a caller needs
+//! to find the fault: which sample, what was found, what was allowed. The sentence is lower case,
+//! has no full stop, and ends with the remedy where there is one. [`Error::kind`] says which
+//! exception class the sentence becomes on the other side of the bridge, so that Python raises
+//! `ValueError`, `TypeError` or `IndexError` and C++ throws `c10::ValueError` and so on.
 
 /// The result of every fallible function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -94,8 +95,9 @@ pub enum Error {
     },
     /// A label count below 0 or above the sample's length.
     #[error(
-        "sample {sample} has {count} labels but {length} tokens: a label count is from 0 to the length, after \
-         truncation if excess_length_strategy is truncate; multipack.label_counts counts so"
+        "sample {sample} has {count} labels but {length} tokens: a label count is from 0 to the \
+         length, after truncation if excess_length_strategy is truncate; multipack.label_counts \
+         counts so"
     )]
     LabelCount {
         /// The sample.
@@ -129,8 +131,8 @@ pub enum Error {
     },
     /// Fewer microbatches than ranks.
     #[error(
-        "{microbatches} complete microbatches for {world_size} ranks: at least one each is needed; lower \
-         micro_batch_size or sequence_len, use fewer ranks, or set incomplete_batches to fill"
+        "{microbatches} complete microbatches for {world_size} ranks: at least one each is needed; \
+         lower micro_batch_size or sequence_len, use fewer ranks, or set incomplete_batches to fill"
     )]
     TooFewMicrobatches {
         /// Complete microbatches in the epoch.
@@ -203,7 +205,8 @@ pub enum Error {
     },
     /// Labels for more or fewer samples than there are, where each sample is a tensor of its own.
     #[error(
-        "labels has {labels} tensors, but input_ids has {samples}: give one per sample, or no labels at all"
+        "labels has {labels} tensors, but input_ids has {samples}: give one per sample, or no \
+         labels at all"
     )]
     LabelledSamples {
         /// Tensors of labels.
@@ -213,7 +216,8 @@ pub enum Error {
     },
     /// The environment asks for a number of threads that is none.
     #[error(
-        "the environment variable MULTIPACK_NUM_THREADS is '{found}', but must be a positive integer"
+        "the environment variable MULTIPACK_NUM_THREADS is '{found}', but must be a positive \
+         integer"
     )]
     ThreadCount {
         /// What the variable holds.
@@ -239,7 +243,8 @@ pub enum Error {
     },
     /// More or fewer labels than tokens.
     #[error(
-        "labels has {labels} entries, but tokens has {tokens}: they share offsets, so give one per token"
+        "labels has {labels} entries, but tokens has {tokens}: they share offsets, so give one per \
+         token"
     )]
     LabelTokens {
         /// The labels.
@@ -334,8 +339,8 @@ pub enum Error {
     },
     /// A batch that cu_seqlens cannot count.
     #[error(
-        "a batch of shape ({rows}, {row_len}) has more tokens than the {} that int32 offsets can count; \
-         use fewer or shorter rows",
+        "a batch of shape ({rows}, {row_len}) has more tokens than the {} that int32 offsets can \
+         count; use fewer or shorter rows",
         i32::MAX
     )]
     BatchTooLong {
@@ -346,8 +351,8 @@ pub enum Error {
     },
     /// A padded tail left out of cu_seqlens, with rows behind it.
     #[error(
-        "padded_tail 'none' needs a batch of one row, but there are {rows}: cu_seqlens could not say \
-         where the next row begins; use 'own'"
+        "padded_tail 'none' needs a batch of one row, but there are {rows}: cu_seqlens could not \
+         say where the next row begins; use 'own'"
     )]
     TailLeftOut {
         /// The rows.
@@ -361,8 +366,9 @@ pub enum Error {
     TailMerged,
     /// A mask that would not fit in memory, or should not.
     #[error(
-        "a mask of shape ({rows}, 1, {row_len}, {row_len}) takes {bytes} bytes, more than the {limit} that \
-         a mask may take; use attention that reads cu_seqlens, or fewer or shorter rows"
+        "a mask of shape ({rows}, 1, {row_len}, {row_len}) takes {bytes} bytes, more than the \
+         {limit} that a mask may take; use attention that reads cu_seqlens, or fewer or shorter \
+         rows"
     )]
     MaskTooLarge {
         /// The rows of the batch.
@@ -377,9 +383,9 @@ pub enum Error {
 
     /// Fewer samples than rows that they should be split over.
     #[error(
-        "{samples} samples cannot be split over {rows} rows, the next multiple of the {round} rows of a \
-         round of all ranks; use fewer ranks or a smaller micro_batch_size, or set incomplete_batches \
-         to drop or fill"
+        "{samples} samples cannot be split over {rows} rows, the next multiple of the {round} rows \
+         of a round of all ranks; use fewer ranks or a smaller micro_batch_size, or set \
+         incomplete_batches to drop or fill"
     )]
     TooFewToSplit {
         /// Retained samples.
@@ -391,8 +397,8 @@ pub enum Error {
     },
     /// More repeats to fill a round than is sensible.
     #[error(
-        "filling the last round of {world_size} ranks would repeat {repeats} samples or rows of the \
-         {rows} rows that there are, more than {bound}; use fewer ranks"
+        "filling the last round of {world_size} ranks would repeat {repeats} samples or rows of \
+         the {rows} rows that there are, more than {bound}; use fewer ranks"
     )]
     TooManyRepeats {
         /// Repeated samples, or rows if these are more.
@@ -406,8 +412,9 @@ pub enum Error {
     },
     /// A label count that contradicts what is said of the first label.
     #[error(
-        "sample {sample} has {count} labels of {length} tokens, but label_starts says that its first \
-         token is {} label; multipack.label_counts gives both", if *start { "a" } else { "no" }
+        "sample {sample} has {count} labels of {length} tokens, but label_starts says that its \
+         first token is {} label; multipack.label_counts gives both",
+        if *start { "a" } else { "no" }
     )]
     LabelStart {
         /// The sample.
