@@ -1,38 +1,47 @@
 // block_mask on every device but the CPU, from torch's own operations.
 //
 // The rule is that of src/batch/mask.rs: a query may attend to the keys of its own row that carry
-// its segment id, where causal to none that is later, and with a window to none that is too far. It
-// costs a few passes over R * L * L bytes on the device, where a copy of a mask made on the CPU
-// would have to cross the bus. No value is read back, so nothing waits for the device, and the meta
-// device works as well.
+// its segment id, where causal to none that is later, and with a window to none that is too far.
+//
+//   allowed[r, q, k] = ids[r, q] == ids[r, k]                a pass over R * L * L bytes
+//                    & (k <= q)                              where causal
+//                    & (k > q - window) & (k < q + window)   with a window
+//
+// Places are compared as vectors that torch broadcasts, a row against a column, so that the result
+// of each comparison is one byte per entry. Their differences would be a matrix of int64, eight
+// times the mask.
+//
+// It costs a few passes over R * L * L bytes on the device, where a copy of a mask made on the CPU
+// would have to cross the bus, and at most one further L * L of memory beside the mask (beside the
+// bool mask, for an additive one).
+//
+// No value is read back, so nothing waits for the device. Hence one difference from the CPU: there
+// uint64 ids that int64 cannot hold are refused, here they are compared like all others.
+#include "multipack/cpp/check.h"
 #include "multipack/cpp/library.h"
+#include "multipack/src/torch/bridge.rs.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 
 namespace multipack {
 namespace {
 
-// The smallest finite number of a mask's dtype.
+// The smallest finite number of an additive mask's dtype.
 double lowest(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat:
-      return std::numeric_limits<float>::lowest();
     case at::kHalf:
       return std::numeric_limits<c10::Half>::lowest();
     case at::kBFloat16:
       return std::numeric_limits<c10::BFloat16>::lowest();
-    default:
-      TORCH_CHECK_TYPE(
-          false,
-          "dtype is torch.",
-          c10::getDtypeNames(dtype).first,
-          ", but must be torch.bool, torch.float32, torch.bfloat16 or torch.float16");
+    default: // float32, the only other one that check_mask lets pass
+      return std::numeric_limits<float>::lowest();
   }
 }
 
@@ -41,6 +50,7 @@ at::Tensor block_mask(
     bool causal,
     std::optional<int64_t> window,
     std::optional<at::ScalarType> dtype) {
+  need_dense("multipack::block_mask", "segment_ids", segment_ids);
   TORCH_CHECK_TYPE(
       at::isIntegralType(segment_ids.scalar_type(), /*includeBool=*/false),
       "segment_ids has dtype torch.",
@@ -51,18 +61,26 @@ at::Tensor block_mask(
       "segment_ids has shape ",
       segment_ids.sizes(),
       ", but must be (length,) or (rows, length)");
-  TORCH_CHECK_VALUE(
-      window.value_or(1) >= 1, "window is ", window.value_or(1), ", but must be 1 or more");
-
   const at::Tensor ids = segment_ids.dim() == 1 ? segment_ids.unsqueeze(0) : segment_ids;
-  const at::Tensor at = at::arange(ids.size(1), ids.options().dtype(at::kLong));
-  const at::Tensor distance = at.unsqueeze(1) - at.unsqueeze(0); // query minus key
+  const int64_t row_len = ids.size(1);
+  from_rust([&] {
+    ffi::check_mask(
+        ids.size(0), row_len, window.has_value(), window.value_or(0), to_rust(dtype));
+  });
+
+  const at::Tensor key = at::arange(row_len, ids.options().dtype(at::kLong));
+  const at::Tensor query = key.unsqueeze(1);
   at::Tensor allowed = ids.unsqueeze(2) == ids.unsqueeze(1);
   if (causal) {
-    allowed = allowed.logical_and_(distance >= 0);
+    allowed.logical_and_(key <= query);
   }
   if (window) {
-    allowed = allowed.logical_and_(distance.abs() < *window);
+    // No two tokens are further apart than the row is long, and so no sum below overflows.
+    const int64_t reach = std::min(*window, row_len);
+    allowed.logical_and_(key > query - reach);
+    if (!causal) {
+      allowed.logical_and_(key < query + reach);
+    }
   }
   allowed = allowed.unsqueeze(1);
   const at::ScalarType kind = dtype.value_or(at::kBool);
@@ -76,6 +94,7 @@ at::Tensor block_mask(
 
 } // namespace
 
+// Under this key a kernel serves every backend that has none of its own; the CPU has.
 TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
   if (!is_first_copy()) {
     return;

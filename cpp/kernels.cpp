@@ -29,17 +29,9 @@ using Two = std::tuple<Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Batch = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-rust::Str to_rust(std::string_view text) {
-  return rust::Str(text.data(), text.size());
-}
-
+// cxx has no optional. Rust asks `defined()` where the schema says `Tensor?`.
 Tensor or_undefined(const OptionalTensor& tensor) {
   return tensor.value_or(Tensor());
-}
-
-// The dtype's name without "torch.", empty for none.
-rust::Str to_rust(std::optional<at::ScalarType> dtype) {
-  return dtype ? to_rust(c10::getDtypeNames(*dtype).first) : rust::Str();
 }
 
 std::string resolve_config(std::string_view config) {
@@ -89,6 +81,8 @@ Two label_counts(
   });
 }
 
+// Each handle is copied, which counts a reference up and down again: a few nanoseconds, and no
+// data.
 Batch unpack(const ffi::Batch& batch) {
   return {
       *batch.input_ids,
@@ -101,6 +95,8 @@ Batch unpack(const ffi::Batch& batch) {
       *batch.attention_mask};
 }
 
+// The signatures of collate and collate_list repeat the schema's options one by one because torch
+// infers a schema from them and compares; a struct of options cannot cross the dispatcher.
 Batch collate(
     const Tensor& tokens,
     const Tensor& offsets,
@@ -178,8 +174,8 @@ Batch collate_list(
   });
 }
 
-// The integer dtype of the same width. Values are only moved, so that any dtype will do, but tch
-// does not know them all.
+// The dtype under which values of this width are moved. Their own will not do: tch has no name for
+// uint16 and its wider kin. 16 bytes is complex128, for there is no integer so wide.
 at::ScalarType bits_of(const Tensor& values) {
   switch (values.element_size()) {
     case 1:
@@ -196,24 +192,36 @@ at::ScalarType bits_of(const Tensor& values) {
 }
 
 // `pad` in the dtype of the values, which must be able to hold it: a float may round it, nothing
-// may change it.
+// may change it. Torch's own cast wraps integers (-1 becomes 255), cuts fractions and drops
+// imaginary parts; so the number goes there and back, and has to be what it was. For floats only
+// whether it is finite is compared, which is what rounding keeps.
 Tensor pad_of(const at::Scalar& pad, const Tensor& values) {
-  const Tensor exact = at::scalar_tensor(pad, at::TensorOptions().dtype(pad.type()));
+  const bool has_imaginary_part = pad.isComplex() && pad.toComplexDouble().imag() != 0;
+  const at::Scalar number =
+      pad.isComplex() && !has_imaginary_part ? at::Scalar(pad.toComplexDouble().real()) : pad;
+  const auto refuse_unless = [&](bool held) {
+    TORCH_CHECK_VALUE(
+        held,
+        "pad is ",
+        pad,
+        ", which torch.",
+        c10::getDtypeNames(values.scalar_type()).first,
+        " cannot hold");
+  };
+  // Before the cast, which would warn of what it drops.
+  refuse_unless(!has_imaginary_part || values.is_complex());
+  const Tensor exact = at::scalar_tensor(number, at::TensorOptions().dtype(number.type()));
   const Tensor held = exact.to(values.scalar_type());
   const Tensor back = held.to(exact.scalar_type());
-  const bool fits = at::isIntegralType(values.scalar_type(), /*includeBool=*/true)
-      ? back.equal(exact)
-      : back.isfinite().equal(exact.isfinite());
-  TORCH_CHECK_VALUE(
-      fits,
-      "pad is ",
-      pad,
-      ", which torch.",
-      c10::getDtypeNames(values.scalar_type()).first,
-      " cannot hold");
+  refuse_unless(
+      at::isIntegralType(values.scalar_type(), /*includeBool=*/true)
+          ? back.equal(exact)
+          : back.isfinite().equal(exact.isfinite()));
   return held;
 }
 
+// Values and pad cross as bits of one width and come back under their own dtype. A lazily
+// conjugated or negated view has bits that are not its values, so it is resolved first.
 Tensor pack_values(
     const Tensor& values,
     const Tensor& offsets,
@@ -253,7 +261,8 @@ Tensor boundaries(const Tensor& position_ids) {
   return from_rust([&] { return *ffi::boundaries(position_ids); });
 }
 
-// Throws if `tensor` is one that a CPU kernel cannot read.
+// Throws if `tensor` is one that a CPU kernel cannot read. The device comes first, because moving
+// it is the remedy for most.
 void refuse_tensor(const std::string& op, const std::string& argument, const Tensor& tensor) {
   if (!tensor.defined()) {
     return;
@@ -266,17 +275,14 @@ void refuse_tensor(const std::string& op, const std::string& argument, const Ten
       " is on ",
       tensor.device().str(),
       ": move it there with .cpu(), and the results back");
-  TORCH_CHECK_TYPE(
-      tensor.layout() == at::kStrided,
-      op,
-      " needs dense tensors, but ",
-      argument,
-      " has layout ",
-      tensor.layout(),
-      ": convert it with .to_dense()");
+  need_dense(op, argument, tensor);
 }
 
 // The kernel of every op for everything that is not a dense CPU tensor.
+//
+// Boxed, so that one function serves all of them: it looks at whatever the schema lists and blames
+// the first tensor that is elsewhere, a tensor in a list by its place. An argument may be on the
+// CPU and still lead here: torch chooses the kernel by all tensors of a call together.
 void refuse(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   const auto& schema = handle.schema();
   const auto& arguments = schema.arguments();
@@ -292,6 +298,7 @@ void refuse(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
       }
     }
   }
+  // A dispatch key that none of the tensors shows, such as one set by hand.
   TORCH_CHECK(false, schema.name(), " has no kernel for these arguments");
 }
 
@@ -317,6 +324,7 @@ TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
   }
   // No tensor argument, hence no device.
   m.impl("resolve_config", &resolve_config);
+  // Every other one falls to this key where its backend has no kernel of its own.
   for (const char* op :
        {"plan",
         "microbatch",

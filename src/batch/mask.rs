@@ -83,7 +83,8 @@ pub fn mask_len(rows: usize, row_len: usize, dtype: MaskDtype) -> Result<usize> 
     }
 }
 
-/// Writes the mask of `rows` rows of `row_len` segment ids into `out`.
+/// Writes the mask of `rows` rows of `row_len` segment ids into `out`. Ids of any type will do, for
+/// they are only compared.
 ///
 /// Query `i` may attend to key `j` of the same row if both have the same segment id, `j ≤ i` where
 /// `causal`, and they are near enough: with a `window` of W, `i - j < W` where causal (W keys, the
@@ -111,8 +112,8 @@ pub fn mask_len(rows: usize, row_len: usize, dtype: MaskDtype) -> Result<usize> 
 /// ]);
 /// # Ok::<(), multipack::Error>(())
 /// ```
-pub fn block_mask(
-    segment_ids: &[i32],
+pub fn block_mask<I: Copy + Ord + Sync>(
+    segment_ids: &[I],
     rows: usize,
     row_len: usize,
     causal: bool,
@@ -145,15 +146,15 @@ pub fn block_mask(
     Ok(())
 }
 
-struct Mask<'a> {
-    segment_ids: &'a [i32],
+struct Mask<'a, I> {
+    segment_ids: &'a [I],
     row_len: usize,
     causal: bool,
     window: usize,
     threads: usize,
 }
 
-impl Mask<'_> {
+impl<I: Copy + Ord + Sync> Mask<'_, I> {
     fn write<T: Copy + Send + Sync>(&self, allowed: T, forbidden: T, out: &mut [T]) {
         let len = self.row_len;
         assert_eq!(
@@ -217,9 +218,9 @@ struct Runs {
 }
 
 impl Runs {
-    fn new(ids: &[i32]) -> Runs {
+    fn new<I: Copy + Ord>(ids: &[I]) -> Runs {
         let mut start = 0;
-        let mut sorted: Vec<(i32, Range<usize>)> = ids
+        let mut sorted: Vec<(I, Range<usize>)> = ids
             .chunk_by(|a, b| a == b)
             .map(|run| {
                 let range = start..start + run.len();

@@ -96,8 +96,21 @@ fn to_int64(name: &str, tensor: &Tensor) -> Result<Dense> {
     match tensor.f_kind() {
         Ok(Kind::Int64) => Dense::new(tensor),
         Ok(Kind::Int | Kind::Int16 | Kind::Int8 | Kind::Uint8)
-        | Err(TchError::UnknownKind(UINT16..=UINT64)) => {
+        | Err(TchError::UnknownKind(UINT16 | UINT32)) => {
             Dense::new(&tensor.f_to_kind(Kind::Int64)?)
+        }
+        Err(TchError::UnknownKind(UINT64)) => {
+            // Torch wraps what does not fit, to negative numbers that nobody wrote.
+            let wrapped = Dense::new(&tensor.f_to_kind(Kind::Int64)?)?;
+            let numbers = wrapped.as_slice::<i64>()?;
+            match numbers.iter().position(|&number| number < 0) {
+                None => Ok(wrapped),
+                Some(at) => Err(Error::TensorValue {
+                    name: name.into(),
+                    at,
+                    found: numbers[at] as u64,
+                }),
+            }
         }
         kind => Err(wrong_dtype(name, kind, INTEGERS)),
     }

@@ -142,6 +142,13 @@ pub(super) mod ffi {
             window: i64,
             dtype: &str,
         ) -> Result<UniquePtr<Tensor>>;
+        fn check_mask(
+            rows: usize,
+            row_len: usize,
+            has_window: bool,
+            window: i64,
+            dtype: &str,
+        ) -> Result<()>;
         fn boundaries(position_ids: &Tensor) -> Result<UniquePtr<Tensor>>;
     }
 }
@@ -339,15 +346,31 @@ fn block_mask(
     dtype: &str,
 ) -> Result<UniquePtr<ffi::Tensor>, Failure> {
     guarded(|| {
-        let dtype = mask_dtype("dtype", dtype)?.unwrap_or(MaskDtype::Bool);
-        let segment_ids = Borrowed::new(segment_ids);
         Ok(give(super::block_mask(
-            &segment_ids,
+            &Borrowed::new(segment_ids),
             causal,
             has_window.then_some(window),
-            dtype,
+            block_mask_dtype(dtype)?,
         )?))
     })
+}
+
+/// What `block_mask` refuses before it looks at the ids, for the kernel that is not in Rust.
+fn check_mask(
+    rows: usize,
+    row_len: usize,
+    has_window: bool,
+    window: i64,
+    dtype: &str,
+) -> Result<(), Failure> {
+    guarded(|| {
+        let window = has_window.then_some(window);
+        super::mask::check(rows, row_len, window, block_mask_dtype(dtype)?)
+    })
+}
+
+fn block_mask_dtype(name: &str) -> crate::Result<MaskDtype> {
+    Ok(mask_dtype("dtype", name)?.unwrap_or(MaskDtype::Bool))
 }
 
 fn boundaries(position_ids: &ffi::Tensor) -> Result<UniquePtr<ffi::Tensor>, Failure> {

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::args::{self, Ids};
 use super::handle::{Dense, Fresh, Plain, vector};
 use super::{mask, threads};
-use crate::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype, mask_len};
+use crate::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype};
 use crate::{Error, Result};
 
 /// How [`collate`] lays out and labels a batch.
@@ -240,19 +240,12 @@ where
     T: Copy + Into<i64> + Sync,
     U: Copy + Into<i64> + Sync,
 {
-    if let Some(found @ ..1) = options.window {
-        // Even where there is no mask that it would be used for.
-        let (name, expected) = ("window", "1 or more");
-        return Err(Error::BatchOption {
-            name,
-            found,
-            expected,
-        });
-    }
+    // Even where there is no mask that it would be used for.
+    mask::check_window(options.window)?;
     let threads = threads()?;
     let layout = Layout::new(tokens.len(), offsets, index, row_offsets, &options.layout)?;
     if let Some(dtype) = options.attention_mask {
-        mask_len(layout.rows(), layout.row_len(), dtype)?; // before anything is allocated
+        mask::check(layout.rows(), layout.row_len(), options.window, dtype)?;
     }
 
     let size = [layout.rows() as i64, layout.row_len() as i64];

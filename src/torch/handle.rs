@@ -7,9 +7,8 @@
 //! forgets it.
 //!
 //! Data is read and written as slices, because tensors are not `Sync` and the core knows no torch.
-//! Inputs are borrowed
-//! from a [`Dense`] tensor, outputs are written through a [`Fresh`] one that nobody else has seen
-//! yet.
+//! Inputs are borrowed from a [`Dense`] tensor, outputs are written through a [`Fresh`] one that
+//! nobody else has seen yet.
 
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;

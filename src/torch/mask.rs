@@ -14,8 +14,7 @@ use crate::{Error, Result};
 ///
 /// # Errors
 ///
-/// An argument of the wrong dtype, rank or device, a segment id that does not fit int32, a window
-/// below 1, and masks of more than 8 GiB.
+/// An argument of the wrong dtype, rank or device, a window below 1, and masks of more than 8 GiB.
 pub fn block_mask(
     segment_ids: &Tensor,
     causal: bool,
@@ -23,13 +22,9 @@ pub fn block_mask(
     dtype: MaskDtype,
 ) -> Result<Tensor> {
     let (ids, rows, row_len) = args::integer_rows("segment_ids", segment_ids)?;
-    let ids: Vec<i32> = ids
-        .as_slice::<i64>()?
-        .iter()
-        .enumerate()
-        .map(narrow)
-        .collect::<Result<_>>()?;
-    allocate_and_fill(&ids, rows, row_len, causal, window, dtype)
+    let ids = ids.as_slice::<i64>()?;
+    check(rows, row_len, window, dtype)?;
+    allocate_and_fill(ids, rows, row_len, causal, window, dtype)
 }
 
 /// The `cu_seqlens` (S + 1,) int32 of `position_ids`, (R, L) or (L,) integers that start anew in
@@ -48,16 +43,41 @@ pub fn boundaries(position_ids: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// A new mask of the segment ids of `rows` rows.
-pub(super) fn allocate_and_fill(
-    segment_ids: &[i32],
+/// Refuses masks that are too large, and windows without a key.
+///
+/// Asked before anything is allocated, and by the kernel for other devices as well.
+pub(super) fn check(
+    rows: usize,
+    row_len: usize,
+    window: Option<i64>,
+    dtype: MaskDtype,
+) -> Result<()> {
+    check_window(window)?;
+    mask_len(rows, row_len, dtype)?;
+    Ok(())
+}
+
+/// Refuses windows without a key.
+pub(super) fn check_window(window: Option<i64>) -> Result<()> {
+    match window {
+        Some(found @ ..1) => Err(Error::BatchOption {
+            name: "window",
+            found,
+            expected: "1 or more",
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// A new mask of the segment ids of `rows` rows, of a size that is known to be allowed.
+pub(super) fn allocate_and_fill<I: Copy + Ord + Sync>(
+    segment_ids: &[I],
     rows: usize,
     row_len: usize,
     causal: bool,
     window: Option<i64>,
     dtype: MaskDtype,
 ) -> Result<Tensor> {
-    mask_len(rows, row_len, dtype)?;
     let threads = threads()?;
     let size = [rows as i64, 1, row_len as i64, row_len as i64];
     let fill = |out: MaskSlice<'_>| {
@@ -85,13 +105,4 @@ pub(super) fn allocate_and_fill(
             Ok(mask.into_tensor())
         }
     }
-}
-
-fn narrow((at, &id): (usize, &i64)) -> Result<i32> {
-    i32::try_from(id).map_err(|_| Error::TensorValue {
-        name: "segment_ids",
-        at,
-        found: id,
-        expected: "a number that fits int32",
-    })
 }

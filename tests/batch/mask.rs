@@ -142,8 +142,8 @@ fn additive_masks_hold_zero_and_the_smallest_finite_number() {
 fn nothing_has_an_empty_mask() {
     assert_eq!(Ok(0), mask_len(0, 5, MaskDtype::Bool));
     assert_eq!(Ok(0), mask_len(3, 0, MaskDtype::Bool));
-    block_mask(&[], 0, 5, true, None, MaskSlice::Bool(&mut []), 2).unwrap();
-    block_mask(&[], 3, 0, true, None, MaskSlice::Bool(&mut []), 2).unwrap();
+    block_mask::<i32>(&[], 0, 5, true, None, MaskSlice::Bool(&mut []), 2).unwrap();
+    block_mask::<i32>(&[], 3, 0, true, None, MaskSlice::Bool(&mut []), 2).unwrap();
 }
 
 #[test]

@@ -8,10 +8,12 @@ import itertools
 import math
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multipack import ops
 
@@ -433,12 +435,25 @@ def test_pack_values_passes_opcheck_and_follows_collate(options):
     torch.library.opcheck(OPS.pack_values.default, args, options)
 
 
-def test_pack_values_keeps_nan_and_infinity_as_pads():
-    packed = ops.pack_values(
-        torch.tensor([0.5]), ints(0, 1), ints(0), ints(0, 1), row_len=2, pad=math.inf
-    )
+@pytest.mark.parametrize(
+    ("value", "pad"),
+    [
+        (0.5, math.inf),
+        (0.5, math.nan),
+        (0.5, 3 + 0j),
+        (7, -3 + 0j),
+        (True, 0),
+        (1j, 2 - 1j),
+        (1j, 4),
+    ],
+)
+def test_pack_values_keeps_every_pad_that_the_dtype_holds(value, pad):
+    values = torch.tensor([value])
 
-    assert packed.tolist() == [[0.5, math.inf]]
+    packed = ops.pack_values(values, ints(0, 1), ints(0), ints(0, 1), row_len=2, pad=pad)
+
+    expected = torch.tensor([[value, pad.real if pad.imag == 0 else pad]], dtype=values.dtype)
+    torch.testing.assert_close(packed, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- block_mask ----
@@ -447,7 +462,7 @@ SEGMENT_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 0, 2, 0, 3, 3, 3]],
 MASK_OPTIONS = [
     {"causal": causal, "window": window, "dtype": dtype}
     for causal in (True, False)
-    for window in (None, 1, 2, 100)
+    for window in (None, 1, 2, 100, 2**63 - 1)
     for dtype in (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 ]
 
@@ -463,22 +478,68 @@ def test_block_mask_gives_the_reference_mask(options):
     assert seen.any(dim=-1).all(), "every query has a key"
 
 
+def block_mask_elsewhere(segment_ids: Tensor, **options) -> Tensor:
+    """Run the kernel for CUDA and all others, here on a CPU tensor."""
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    return OPS.block_mask.default.redispatch(cuda, segment_ids, **options)
+
+
 @pytest.mark.parametrize("options", MASK_OPTIONS, ids=str)
 def test_block_mask_of_other_devices_gives_the_same(options):
-    """The kernel for CUDA and all others, run here on a CPU tensor."""
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-
-    found = OPS.block_mask.default.redispatch(cuda, SEGMENT_IDS, **options)
+    found = block_mask_elsewhere(SEGMENT_IDS, **options)
 
     torch.testing.assert_close(found, ops.block_mask(SEGMENT_IDS, **options), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kernel", [ops.block_mask, block_mask_elsewhere])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.uint32, torch.int64, torch.uint64]
+)
+def test_block_mask_compares_ids_of_any_integer_dtype(kernel, dtype):
+    largest = torch.iinfo(torch.int64 if dtype == torch.uint64 else dtype).max
+    plain = ints(0, 1, 0, 2, 2, 1)
+
+    mask = kernel(torch.where(plain == 2, largest, plain).to(dtype))
+
+    assert mask.equal(reference_mask(plain[None], True, None, torch.bool))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_mask_of_other_devices_makes_nothing_larger_than_the_mask(causal):
+    """No number of int64 per entry, as a matrix of distances would be."""
+    made: list[tuple[int, int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.append((out.numel(), out.element_size()))
+            return out
+
+    with Watch():
+        mask = block_mask_elsewhere(SEGMENT_IDS, causal=causal, window=3)
+
+    assert made[-1] == (mask.numel(), 1)
+    assert {size for numel, size in made if numel > SEGMENT_IDS.numel()} == {1}
+
+
 def test_block_mask_takes_one_row_without_its_dimension():
     row = SEGMENT_IDS[0]
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
     assert ops.block_mask(row).equal(ops.block_mask(SEGMENT_IDS[:1]))
-    assert OPS.block_mask.default.redispatch(cuda, row).equal(ops.block_mask(row))
+    assert block_mask_elsewhere(row).equal(ops.block_mask(row))
+
+
+def test_block_mask_lets_the_padding_of_a_row_attend_to_itself():
+    """To all of it, wherever in the row it is; in both directions without causal."""
+    aligned = ops.collate(*one_row(1, 1), align_samples_to=2, row_len=6, max_sample_len=1)
+    padding = aligned.segment_ids[0] == 0
+    assert padding.tolist() == [False, True, False, True, True, True]
+
+    both = ops.block_mask(aligned.segment_ids, causal=False)[0, 0]
+    causal = ops.block_mask(aligned.segment_ids)[0, 0]
+
+    assert both[padding].equal(padding.expand(4, 6))
+    assert causal.equal(both.tril())
 
 
 def test_block_mask_on_the_meta_device():
@@ -759,10 +820,33 @@ REFUSALS = {
         TypeError,
         "segment_ids has dtype torch.float32, but must be an integer dtype such as torch.int64",
     ),
-    "huge segment id": (
-        lambda: ops.block_mask(ints(1, 2**31)),
+    "a segment id beyond int64": (
+        lambda: ops.block_mask(torch.tensor([[1, 2], [2**63, 3]], dtype=torch.uint64)),
         ValueError,
-        "segment_ids[1] is 2147483648, but must be a number that fits int32",
+        "segment_ids[2] is 9223372036854775808, but must be 9223372036854775807 or less",
+    ),
+    "sparse segment ids": (
+        lambda: ops.block_mask(SEGMENT_IDS.to_sparse()),
+        TypeError,
+        "multipack::block_mask needs dense tensors, but segment_ids has layout Sparse: "
+        "convert it with .to_dense()",
+    ),
+    "segment ids of three dimensions": (
+        lambda: ops.block_mask(SEGMENT_IDS[None]),
+        ValueError,
+        "segment_ids has shape [1, 2, 8], but must be (length,) or (rows, length)",
+    ),
+    "block mask too large": (
+        lambda: ops.block_mask(ints(1).expand(131072)),
+        ValueError,
+        "a mask of shape (1, 1, 131072, 131072) takes 17179869184 bytes, more than the 8589934592 "
+        "that a mask may take; use attention that reads cu_seqlens, or fewer or shorter rows",
+    ),
+    "additive block mask too large": (
+        lambda: ops.block_mask(ints(1).expand(2, 32769), dtype=torch.float32),
+        ValueError,
+        "a mask of shape (2, 1, 32769, 32769) takes 8590458888 bytes, more than the 8589934592 "
+        "that a mask may take; use attention that reads cu_seqlens, or fewer or shorter rows",
     ),
     "three-dimensional positions": (
         lambda: ops.boundaries(torch.zeros(3, 1, 4, dtype=torch.int64)),
@@ -815,6 +899,16 @@ REFUSALS = {
         ValueError,
         "pad is 1e+09, which torch.float16 cannot hold",
     ),
+    "a complex pad for floats": (
+        lambda: ops.pack_values(TOKENS.float(), OFFSETS, INDEX, ROWS, pad=1 + 2j),
+        ValueError,
+        "pad is (1,2), which torch.float32 cannot hold",
+    ),
+    "a complex pad for integers": (
+        lambda: ops.pack_values(TOKENS, OFFSETS, INDEX, ROWS, pad=1 + 2j),
+        ValueError,
+        "pad is (1,2), which torch.int64 cannot hold",
+    ),
     "values of two dimensions": (
         lambda: ops.pack_values(TOKENS[None], OFFSETS, INDEX, ROWS),
         ValueError,
@@ -824,6 +918,11 @@ REFUSALS = {
         lambda: ops.plan(ints(4, -1), None, None, CONFIG),
         ValueError,
         "sample 1 has length -1, but a length is 0 or more tokens",
+    ),
+    "a length beyond int64": (
+        lambda: ops.plan(torch.tensor([4, 2**63 + 5], dtype=torch.uint64), None, None, CONFIG),
+        ValueError,
+        "lengths[1] is 9223372036854775813, but must be 9223372036854775807 or less",
     ),
     "float lengths": (
         lambda: ops.plan(LENGTHS.float(), None, None, CONFIG),
@@ -845,6 +944,21 @@ REFUSALS = {
         ValueError,
         "unknown setting 'sequence_length', did you mean 'sequence_len'?",
     ),
+    "an unknown setting with a NUL": (
+        lambda: ops.resolve_config('{"sequence\\u0000_len\\n": 8}'),
+        ValueError,
+        "unknown setting 'sequence\\0_len\\n', did you mean 'sequence_len'?",
+    ),
+    "a setting with a NUL": (
+        lambda: ops.resolve_config('{"padded_tail": "ow\\u0000n"}'),
+        ValueError,
+        'padded_tail is "ow\\u0000n", but must be one of own, last, none',
+    ),
+    "a microbatch of an empty plan": (
+        lambda: ops.microbatch(ints(), ints(0), ints(0), 2, 1, 0),
+        IndexError,
+        "k is 0, but the plan is empty: it has no microbatches",
+    ),
     "a rank that does not exist": (
         lambda: ops.microbatch(INDEX, ints(0, 1, 2), ints(0, 1, 2), 2, 2, 0),
         IndexError,
@@ -864,21 +978,21 @@ def test_refusals_have_the_right_class_and_sentence(call, error, sentence):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    "name",
     [
-        (REFUSALS[name][0], *REFUSALS[name][1:])
-        for name in ("no window", "float8 mask", "float segment ids")
+        "no window",
+        "float8 mask",
+        "float segment ids",
+        "sparse segment ids",
+        "segment ids of three dimensions",
+        "block mask too large",
+        "additive block mask too large",
     ],
 )
-def test_block_mask_of_other_devices_refuses_the_same(call, error, sentence, monkeypatch):
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-
-    class Elsewhere:
-        @staticmethod
-        def default(*args, **kwargs):
-            return OPS.block_mask.default.redispatch(cuda, *args, **kwargs)
-
-    monkeypatch.setattr(ops, "_ops", type("Ops", (), {"block_mask": Elsewhere}))
+def test_block_mask_of_other_devices_refuses_the_same(name, monkeypatch):
+    call, error, sentence = REFUSALS[name]
+    elsewhere = SimpleNamespace(block_mask=SimpleNamespace(default=block_mask_elsewhere))
+    monkeypatch.setattr(ops, "_ops", elsewhere)
 
     with pytest.raises(error) as caught:
         call()
