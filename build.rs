@@ -42,7 +42,8 @@ mod torch {
             .flag(&include)
             .flag("-isystem")
             .flag(include.join("torch/csrc/api/include"))
-            .std("c++17")
+            // As torch itself, and as its CMake package asks of programs that include our header.
+            .std("c++20")
             .flag_if_supported("-Wall")
             .flag_if_supported("-Wextra")
             // The dispatcher finds the ops through static initialisers that nothing refers to.
