@@ -79,6 +79,14 @@ int main(int count, char** arguments) {
       message == "index[0] is 5, but samples are numbered from 0 and there are 2",
       "IndexError: " + message);
 
+  message.clear();
+  try {
+    multipack::resolve_config("{\"s\xe9quence\": 8}");
+  } catch (const c10::ValueError& error) {
+    message = error.what_without_backtrace();
+  }
+  check(message == "a string argument is not UTF-8", "ValueError: " + message);
+
   torch::jit::Module module = torch::jit::load(arguments[1]);
   const auto result = module.forward({tokens, offsets, index, row_offsets}).toTuple();
   check(result->elements()[0].toTensor().size(1) == 8, "the TorchScript file");
