@@ -235,7 +235,7 @@ def collate(
         attention_mask (str): "none", "bool" (True: may attend) or "additive" (0 and the dtype's
             minimum).
         causal (bool): Whether the mask, and the model, is causal.
-        window (int | None): Keys that a query sees in the mask, itself among them; None: no limit.
+        window (int | None): How far a query sees in the mask, as for `block_mask`; None: no limit.
         mask_dtype (torch.dtype | None): Of an additive mask: float32 (the default), bfloat16 or
             float16.
 
@@ -349,7 +349,7 @@ def pack_values(
     max_sample_len: int = 0,
     pad_to_multiple_of: int = 1,
     align_samples_to: int = 1,
-    pad: float = 0,
+    pad: complex = 0,
 ) -> Tensor:
     """Lay other values, one for each token, out like the tokens.
 
@@ -364,8 +364,8 @@ def pack_values(
         max_sample_len (int): As for `collate`.
         pad_to_multiple_of (int): As for `collate`.
         align_samples_to (int): As for `collate`.
-        pad (float): What stands where there is no token; the dtype of the values must be able to
-            hold it.
+        pad (complex): What stands where there is no token, a number of any kind that the dtype of
+            the values can hold; floats may round it.
 
     Returns:
         Tensor: (R, L), of the dtype of the values.
@@ -398,23 +398,28 @@ def block_mask(
     """Make the dense attention mask of a packed batch, on the device that the segment ids are on.
 
     A query may attend to the keys of its own row that carry its segment id, where `causal` to none
-    that is later. So padding, with id 0, attends to padding, and every query has at least one key.
+    that is later. So every query may attend to itself, and no row of the mask is empty.
+
+    Padding carries id 0, and so all padding of a row is one segment here, in slots and in the tail
+    alike: it attends to earlier padding where `causal` and to all of the row's otherwise, never to
+    tokens, nor they to it. `cu_seqlens` may cut the same padding into several segments or add it to
+    the last sample; what padding computes is not used either way.
 
     Args:
-        segment_ids (Tensor): (R, L) or (L,) integers.
+        segment_ids (Tensor): (R, L) or (L,) integers, of which only equality counts.
         causal (bool): Whether later keys are hidden.
-        window (int | None): A query sees so many keys, itself among them; where not causal, all
-            that are less than so far away on either side. None: no limit.
+        window (int | None): Where `causal`, a query sees so many keys, itself among them; otherwise
+            the keys less than so far away on either side. None: no limit.
         dtype (torch.dtype | None): bool (True: may attend), or float32, bfloat16 or float16 for a
-            mask to add: 0, and the dtype's minimum.
+            mask to add: 0, and the dtype's minimum. None: bool.
 
     Returns:
         Tensor: (R, 1, L, L).
 
     Raises:
-        ValueError: If there are more than two dimensions, if `window` is less than 1, or if the
-            mask would take more than 8 GiB on the CPU.
-        TypeError: If a dtype is none of those named.
+        ValueError: If there are not one or two dimensions, if `window` is less than 1, or if the
+            mask would take more than 8 GiB.
+        TypeError: If a dtype is none of those named, or if the segment ids are sparse.
     """
     mask: Tensor = _ops.block_mask.default(segment_ids, causal=causal, window=window, dtype=dtype)
     return mask
@@ -433,7 +438,7 @@ def boundaries(position_ids: Tensor) -> Tensor:
         Tensor: (S + 1,) int32 `cu_seqlens` over the flattened positions.
 
     Raises:
-        ValueError: If there are more than two dimensions.
+        ValueError: If there are not one or two dimensions.
         TypeError: If the dtype is not an integer one.
     """
     borders: Tensor = _ops.boundaries.default(position_ids)
