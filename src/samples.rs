@@ -165,6 +165,15 @@ impl Policy<'_> {
     /// How many of these samples are retained; the others are tallied.
     fn count(&self, samples: Range<usize>) -> Result<Share> {
         let mut share = Share::default();
+        if self.inputs.label_counts.is_none() {
+            // Mostly nothing is wrong, which is seen in a tenth of the time.
+            let lengths = &self.inputs.lengths[samples.clone()];
+            let usual = self.min_sample_len..=self.sequence_len;
+            if lengths.iter().all(|length| usual.contains(length)) {
+                share.kept = lengths.len();
+                return Ok(share);
+            }
+        }
         for sample in samples {
             let tally = match self.fate(sample)? {
                 Fate::Kept => {
@@ -260,19 +269,23 @@ impl<'a> Samples<'a> {
             parts.push((range, my_slots, my_indices));
         }
         parallel::for_each(threads, parts, |(range, slots, indices)| {
-            let everything = range.len() == slots.len();
-            let is_kept = |&sample: &usize| {
-                everything || matches!(policy.fate(sample), Ok(Fate::Kept | Fate::Truncated))
+            let slot_of = |length: i64| match align {
+                1 => length.min(policy.sequence_len) as u32,
+                _ => (length.min(policy.sequence_len) as u64).next_multiple_of(align) as u32,
             };
-            for (number, sample) in range.filter(is_kept).enumerate() {
-                let length = inputs.lengths[sample].min(policy.sequence_len) as u64;
-                slots[number] = match align {
-                    1 => length as u32,
-                    _ => length.next_multiple_of(align) as u32,
-                };
-                if let Some(index) = indices.get_mut(number) {
-                    *index = sample as u32;
+            let kept =
+                |&sample: &usize| matches!(policy.fate(sample), Ok(Fate::Kept | Fate::Truncated));
+            if range.len() == slots.len() {
+                for (slot, &length) in slots.iter_mut().zip(&inputs.lengths[range.clone()]) {
+                    *slot = slot_of(length);
                 }
+            } else {
+                for (slot, sample) in slots.iter_mut().zip(range.clone().filter(kept)) {
+                    *slot = slot_of(inputs.lengths[sample]);
+                }
+            }
+            for (index, sample) in indices.iter_mut().zip(range.filter(kept)) {
+                *index = sample as u32;
             }
         });
         samples.index = (all < n).then_some(index);

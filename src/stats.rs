@@ -59,6 +59,8 @@ struct Load {
     size: u64,
     /// Σ length² of the samples.
     squares: u64,
+    /// Mean length of the samples; none without one.
+    mean: Option<f64>,
 }
 
 impl Stats {
@@ -198,9 +200,8 @@ impl Sums {
     /// Adds a pair of neighbours. `center` is near the mean of both, so that little is lost when
     /// large squares are taken from one another.
     fn pair(&mut self, one: &Load, next: &Load, center: f64) {
-        let length = |load: &Load| load.tokens as f64 / load.samples as f64 - center;
-        if one.samples > 0 && next.samples > 0 {
-            let (x, y) = (length(one), length(next));
+        if let (Some(x), Some(y)) = (one.mean, next.mean) {
+            let (x, y) = (x - center, y - center);
             self.x.push(x);
             self.y.push(y);
             self.xx.push(x * x);
@@ -336,6 +337,7 @@ impl Measure<'_> {
             longest.next_multiple_of(self.config.pad_to_multiple_of)
         };
         load.size = load.rows * row_len;
+        load.mean = ratio(load.tokens as f64, load.samples as f64);
         load
     }
 
@@ -345,23 +347,29 @@ impl Measure<'_> {
         let end = rows.items.len() - self.schedule.repeated_items;
         let real = places.start.min(end)..places.end.min(end);
         let items = &rows.items[real.clone()];
-        let mut add_lengths = |lengths: &mut dyn Iterator<Item = u64>| {
-            lengths.fold(0, |tokens, length| {
-                load.squares += length * length;
-                tokens + length
-            })
-        };
+        let used = |places: Range<usize>| rows.slots[places].iter().map(|&slot| u64::from(slot));
         // Without alignment the slots are the lengths, and they are here already.
-        let tokens = match self.config.align_samples_to {
-            1 => add_lengths(&mut rows.slots[real].iter().map(|&slot| slot.into())),
-            _ => add_lengths(&mut items.iter().map(|&item| self.samples.length(item as usize))),
+        let (tokens, squares) = match self.config.align_samples_to {
+            1 => sum_and_squares(used(real.clone())),
+            _ => sum_and_squares(items.iter().map(|&item| self.samples.length(item as usize))),
         };
+        load.squares += squares;
         load.rows += 1;
         load.samples += items.len() as u64;
         load.tokens += tokens;
         load.labels += self.samples.labels(items, tokens);
-        rows.slots[places].iter().map(|&slot| u64::from(slot)).sum()
+        if real == places && self.config.align_samples_to == 1 {
+            tokens
+        } else {
+            used(places).sum()
+        }
     }
+}
+
+fn sum_and_squares(lengths: impl Iterator<Item = u64>) -> (u64, u64) {
+    lengths.fold((0, 0), |(sum, squares), length| {
+        (sum + length, squares + length * length)
+    })
 }
 
 fn ratio(part: f64, whole: f64) -> Option<f64> {

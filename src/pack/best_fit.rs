@@ -45,9 +45,11 @@ pub fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
+    let sizes = order.clone().map(|item| slots[item as usize]);
+    let counted = Histogram::by_pieces(sizes, threads);
+    let histogram = &counted.0;
     histogram.check(bounds);
-    fit_within_limit(&histogram, bounds).deal(slots, order, &histogram, stream, threads)
+    fit_within_limit(histogram, bounds).deal(slots, order, &counted, stream, threads)
 }
 
 /// The rows of best fit, or of even fill where a limit of items makes these fewer.

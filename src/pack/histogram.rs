@@ -4,8 +4,13 @@
 //! and the lower bound work on this count instead of on the items. O(n + largest size) where sizes
 //! are dense enough for a table, else O(n log n) by sorting.
 
+use crate::parallel;
+
+/// Items for one piece of a count or a sort: fewer are done before a thread is woken.
+const PIECE: usize = 1 << 17;
+
 /// The distinct sizes, falling, each with the number of its items.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Histogram {
     /// Distinct sizes in tokens, falling.
     pub sizes: Vec<u32>,
@@ -23,31 +28,57 @@ impl Histogram {
     /// assert_eq!(histogram.sizes, [5, 3]);
     /// assert_eq!(histogram.counts, [1, 2]);
     /// ```
-    pub fn of(sizes: impl ExactSizeIterator<Item = u32> + Clone) -> Histogram {
-        let largest = sizes.clone().max().unwrap_or(0) as usize;
-        let mut histogram = Histogram {
-            sizes: Vec::new(),
-            counts: Vec::new(),
+    pub fn of(sizes: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync) -> Histogram {
+        Histogram::by_pieces(sizes, 1).0
+    }
+
+    /// Counts the sizes in pieces, at most one for each thread, and returns beside the whole what
+    /// each piece has of each class.
+    pub(super) fn by_pieces(
+        sizes: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
+        threads: usize,
+    ) -> (Histogram, Vec<Vec<u32>>) {
+        let bound = table_bound(sizes.len());
+        // A table for each piece must not outgrow the items.
+        let pieces = threads.min(sizes.len() / PIECE).max(1);
+        let piece = sizes.len().div_ceil(pieces);
+        let mut tables: Vec<Option<Vec<u32>>> = vec![None; pieces];
+        let parts = tables.iter_mut().enumerate().collect();
+        parallel::for_each(
+            threads,
+            parts,
+            |(number, table): (usize, &mut Option<_>)| {
+                *table = tally(sizes.clone().skip(number * piece).take(piece), bound);
+            },
+        );
+        let Some(tables) = tables.into_iter().collect::<Option<Vec<Vec<u32>>>>() else {
+            let histogram = Histogram::sparse(sizes.collect());
+            let counts = histogram.counts.clone();
+            return (histogram, vec![counts]);
         };
-        if largest <= table_bound(sizes.len()) {
-            let mut table = vec![0u32; largest + 1];
-            sizes.for_each(|size| table[size as usize] += 1);
-            for (size, &count) in table
-                .iter()
-                .enumerate()
-                .rev()
-                .filter(|&(_, &count)| count > 0)
-            {
+        let longest = tables.iter().map(Vec::len).max().unwrap_or(0);
+        let mut histogram = Histogram::default();
+        for size in (1..longest).rev() {
+            let count = tables.iter().filter_map(|table| table.get(size)).sum();
+            if count > 0 {
                 histogram.sizes.push(size as u32);
                 histogram.counts.push(count);
             }
-        } else {
-            let mut sorted: Vec<u32> = sizes.collect();
-            sorted.sort_unstable_by(|a, b| b.cmp(a));
-            for equal in sorted.chunk_by(|a, b| a == b) {
-                histogram.sizes.push(equal[0]);
-                histogram.counts.push(equal.len() as u32);
-            }
+        }
+        let of_piece = |table: &Vec<u32>| {
+            let count = |&size: &u32| table.get(size as usize).copied().unwrap_or(0);
+            histogram.sizes.iter().map(count).collect()
+        };
+        let pieces = tables.iter().map(of_piece).collect();
+        (histogram, pieces)
+    }
+
+    fn sparse(mut sizes: Vec<u32>) -> Histogram {
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let mut histogram = Histogram::default();
+        for equal in sizes.chunk_by(|a, b| a == b) {
+            histogram.sizes.push(equal[0]);
+            histogram.counts.push(equal.len() as u32);
         }
         histogram
     }
@@ -126,4 +157,20 @@ impl Histogram {
 /// The largest size for which a table of all sizes is worth its memory.
 fn table_bound(items: usize) -> usize {
     (4 * items).max(1 << 10)
+}
+
+/// How many there are of each size, up to the largest; none if one is above `bound`.
+fn tally(sizes: impl Iterator<Item = u32>, bound: usize) -> Option<Vec<u32>> {
+    let mut table = vec![0u32; bound.min(1 << 12) + 1];
+    for size in sizes {
+        let size = size as usize;
+        if size >= table.len() {
+            if size > bound {
+                return None;
+            }
+            table.resize(bound.min(2 * size) + 1, 0);
+        }
+        table[size] += 1;
+    }
+    Some(table)
 }

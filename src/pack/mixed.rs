@@ -31,15 +31,17 @@ pub fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
+    let sizes = order.clone().map(|item| slots[item as usize]);
+    let counted = Histogram::by_pieces(sizes, threads);
+    let histogram = &counted.0;
     histogram.check(bounds);
-    let best = best_fit::fit_within_limit(&histogram, bounds);
+    let best = best_fit::fit_within_limit(histogram, bounds);
     let mut tries = tight::tries_for(order.len());
-    let mixed = Filling::new(&histogram, bounds, stream, &mut tries).fill(0, 1);
+    let mixed = Filling::new(histogram, bounds, stream, &mut tries).fill(0, 1);
     let patterns = if mixed.total() <= best.total() {
         mixed
     } else {
         best
     };
-    patterns.deal(slots, order, &histogram, stream, threads)
+    patterns.deal(slots, order, &counted, stream, threads)
 }

@@ -55,17 +55,17 @@ impl Patterns {
         &self.parts[start as usize..self.ends[number] as usize]
     }
 
-    /// Fills the recipes with the items of `order`, of which `histogram` is the count. Rows, and
+    /// Fills the recipes with the items of `order`, of which `histogram` is the count, by pieces. Rows, and
     /// the items of equal size, come in a random order.
     pub fn deal(
         &self,
         slots: &[u32],
         order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
-        histogram: &Histogram,
+        (histogram, pieces): &(Histogram, Vec<Vec<u32>>),
         stream: &mut Stream,
         threads: usize,
     ) -> Rows {
-        let sorted = sort_by_class(slots, order, histogram, threads);
+        let sorted = sort_by_class(slots, order, histogram, pieces, threads);
         let Sorted { items, starts } = shuffle_classes(sorted, stream, threads);
 
         let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
@@ -169,31 +169,23 @@ impl Sorted {
     }
 }
 
-/// A counting sort in as many pieces as there are threads, one piece for each stretch of the items.
+/// A counting sort in pieces, of which the counts are known.
 fn sort_by_class(
     slots: &[u32],
     order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
     histogram: &Histogram,
+    pieces: &[Vec<u32>],
     threads: usize,
 ) -> Vec<Sorted> {
-    /// Items for one piece: fewer are sorted before a thread is woken.
-    const PIECE: usize = 1 << 17;
     let class_of = histogram.lookup();
-    let pieces = threads.min(order.len() / PIECE.max(4 * histogram.len()));
-    if pieces <= 1 {
-        return vec![Sorted::fill(slots, order, &class_of, &histogram.counts)];
-    }
-    let piece = order.len().div_ceil(pieces);
-    let mut sorted = vec![Sorted::default(); pieces];
-    let parts = sorted.iter_mut().enumerate().collect();
-    parallel::for_each(threads, parts, |(number, sorted): (usize, &mut Sorted)| {
+    let piece = order.len().div_ceil(pieces.len());
+    let mut sorted = vec![Sorted::default(); pieces.len()];
+    let parts = sorted.iter_mut().zip(pieces).enumerate().collect();
+    let sort = |(number, (sorted, counts)): (usize, (&mut Sorted, &Vec<u32>))| {
         let order = order.clone().skip(number * piece).take(piece);
-        let mut counts = vec![0u32; histogram.len()];
-        for item in order.clone() {
-            counts[class_of(slots[item as usize]) as usize] += 1;
-        }
-        *sorted = Sorted::fill(slots, order, &class_of, &counts);
-    });
+        *sorted = Sorted::fill(slots, order, &class_of, counts);
+    };
+    parallel::for_each(threads, parts, sort);
     sorted
 }
 
@@ -212,14 +204,17 @@ fn shuffle_classes(mut pieces: Vec<Sorted>, stream: &mut Stream, threads: usize)
         [only] => std::mem::take(&mut only.items),
         _ => vec![0; starts[classes] as usize],
     };
+    // Parts of about as many items; the short sizes have most of them.
+    let chunk = chunk_len(items.len(), threads) as u32;
     let mut parts = Vec::new();
-    let mut rest = &mut items[..];
-    let chunk = chunk_len(classes, threads);
-    for first in (0..classes).step_by(chunk) {
-        let end = classes.min(first + chunk);
-        let (mine, others) = rest.split_at_mut((starts[end] - starts[first]) as usize);
-        rest = others;
-        parts.push((first..end, mine));
+    let (mut rest, mut first) = (&mut items[..], 0);
+    for end in 1..=classes {
+        if starts[end] - starts[first] >= chunk || end == classes {
+            let (mine, others) = rest.split_at_mut((starts[end] - starts[first]) as usize);
+            rest = others;
+            parts.push((first..end, mine));
+            first = end;
+        }
     }
     parallel::for_each(threads, parts, |(classes, mut rest)| {
         for class in classes {

@@ -77,9 +77,11 @@ pub fn pack(
     threads: usize,
     tries: &mut u64,
 ) -> Rows {
-    let histogram = Histogram::of(order.clone().map(|item| slots[item as usize]));
+    let sizes = order.clone().map(|item| slots[item as usize]);
+    let counted = Histogram::by_pieces(sizes, threads);
+    let histogram = &counted.0;
     histogram.check(bounds);
-    fit(&histogram, bounds, stream, tries).deal(slots, order, &histogram, stream, threads)
+    fit(histogram, bounds, stream, tries).deal(slots, order, &counted, stream, threads)
 }
 
 /// How many tries so many items are worth.
