@@ -165,7 +165,7 @@ pub fn plan(
         },
     };
     let all_rows = rows.len();
-    let mut schedule = Schedule::complete(rows, round)?;
+    let mut schedule = Schedule::complete(rows, &samples.slots, round)?;
     let warnings = warnings(&samples, &schedule, round, all_rows);
     let measure =
         |schedule: &Schedule| Stats::of(schedule, round, &samples, config, split, bounds, threads);
@@ -207,8 +207,8 @@ pub fn plan(
         }),
         Box::new(|| {
             if layout.is_packed() {
-                let real = &rows.slots[..rows.slots.len() - repeated_items];
-                after.lower_bound = pack::lower_bound(real, bounds);
+                after.lower_bound =
+                    pack::lower_bound_without(&samples.slots, &unused_items, bounds);
                 before.lower_bound = after.lower_bound;
             }
         }),
@@ -232,7 +232,7 @@ pub fn plan(
         repeated_rows: repeated_rows as u64,
         repeated_samples: repeated_items as u64,
         unused_rows: unused_rows as u64,
-        unused_samples: unused_items as u64,
+        unused_samples: unused_items.len() as u64,
         retained: samples.len() as u64,
         dropped: samples.dropped.clone(),
         truncated: samples.truncated.clone(),

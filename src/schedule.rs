@@ -5,6 +5,7 @@
 //! [`Incomplete`]. Nothing here needs to know what the other ranks do, so no rank can be left
 //! waiting.
 
+use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
@@ -27,7 +28,7 @@ pub struct Schedule {
     /// Rows that were left out.
     pub unused_rows: usize,
     /// Items that were left out with them.
-    pub unused_items: usize,
+    pub unused_items: Vec<u32>,
 }
 
 /// What has to be filled.
@@ -44,20 +45,20 @@ pub struct Round {
 }
 
 impl Schedule {
-    /// Completes the last round of `rows`.
+    /// Completes the last round of `rows`, whose items have the sizes `slots`.
     ///
     /// # Errors
     ///
     /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing,
     /// and [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
-    pub fn complete(mut rows: Rows, round: Round) -> Result<Schedule> {
+    pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
         let round_rows = round.rows_per_microbatch * round.world_size;
         let mut schedule = Schedule {
             rows: Rows::new(),
             repeated_items: 0,
             repeated_rows: 0,
             unused_rows: 0,
-            unused_items: 0,
+            unused_items: Vec::new(),
         };
         if rows.is_empty() {
             return Ok(schedule);
@@ -75,12 +76,9 @@ impl Schedule {
                         world_size: round.world_size,
                     });
                 }
-                let items = rows.offsets[kept] as usize;
                 schedule.unused_rows = rows.len() - kept;
-                schedule.unused_items = rows.items.len() - items;
-                rows.offsets.truncate(kept + 1);
-                rows.items.truncate(items);
-                rows.slots.truncate(items);
+                schedule.unused_items = rows.items[rows.offsets[kept] as usize..].to_vec();
+                rows.truncate(kept);
             }
             Incomplete::Split => {
                 let wanted = rows.len().next_multiple_of(round_rows);
@@ -91,7 +89,7 @@ impl Schedule {
                         round: round_rows,
                     });
                 }
-                rows = split_fullest(rows, wanted)?;
+                rows = split_fullest(&rows, slots, wanted)?;
             }
             Incomplete::Fill => {
                 let (items, full_rows) = (rows.items.len(), rows.len());
@@ -100,17 +98,17 @@ impl Schedule {
                     // The last row is short: it is topped up with the first items.
                     let missing = full_rows * per_row - items;
                     for at in 0..missing {
-                        rows.items.push(rows.items[at % items]);
-                        rows.slots.push(rows.slots[at % items]);
+                        let item = rows.items[at % items];
+                        rows.items.push(item);
+                        rows.tokens[full_rows - 1] += slots[item as usize];
                     }
                     rows.offsets[full_rows] = rows.items.len() as u32;
                 }
                 schedule.repeated_rows = full_rows.next_multiple_of(round_rows) - full_rows;
                 for at in 0..schedule.repeated_rows {
-                    let again = rows.places(at % full_rows);
-                    rows.items.extend_from_within(again.clone());
-                    rows.slots.extend_from_within(again);
+                    rows.items.extend_from_within(rows.places(at % full_rows));
                     rows.offsets.push(rows.items.len() as u32);
+                    rows.tokens.push(rows.tokens[at % full_rows]);
                 }
                 schedule.repeated_items = rows.items.len() - items;
             }
@@ -139,55 +137,54 @@ fn check_repeats(rows: &Rows, round: Round, round_rows: usize) -> Result<()> {
 
 /// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.
 /// O(n + rows log rows).
-fn split_fullest(rows: Rows, wanted: usize) -> Result<Rows> {
-    if wanted == rows.len() {
-        return Ok(rows);
-    }
-    let tokens = |places: Range<usize>| {
-        rows.slots[places]
+fn split_fullest(rows: &Rows, slots: &[u32], wanted: usize) -> Result<Rows> {
+    let tokens = |places: Range<usize>| -> u32 {
+        rows.items[places]
             .iter()
-            .map(|&s| u64::from(s))
-            .sum::<u64>()
+            .map(|&item| slots[item as usize])
+            .sum()
     };
-    let mut parts: Vec<Range<usize>> = (0..rows.len()).map(|row| rows.places(row)).collect();
+    let mut parts: Vec<(Range<usize>, u32)> = (0..rows.len())
+        .map(|row| (rows.places(row), rows.tokens[row]))
+        .collect();
     // Fullest first; of equal ones the earliest row.
-    let entry =
-        |number: usize, part: &Range<usize>| (tokens(part.clone()), std::cmp::Reverse(number));
+    let entry = |number: usize, tokens: u32| (tokens, Reverse(number));
     let mut fullest: BinaryHeap<_> = parts
         .iter()
         .enumerate()
-        .filter(|(_, part)| part.len() > 1)
-        .map(|(number, part)| entry(number, part))
+        .filter(|(_, (places, _))| places.len() > 1)
+        .map(|(number, &(_, tokens))| entry(number, tokens))
         .collect();
     while parts.len() < wanted {
-        let Some((total, std::cmp::Reverse(number))) = fullest.pop() else {
+        let Some((total, Reverse(number))) = fullest.pop() else {
             return Err(Error::Internal {
                 message: "no row is left to split".into(),
             });
         };
-        let part = parts[number].clone();
+        let places = parts[number].0.clone();
         // The border nearest to half of the tokens, with at least one item on each side.
-        let (mut middle, mut before) = (part.start + 1, tokens(part.start..part.start + 1));
-        while middle + 1 < part.end {
+        let (mut middle, mut before) = (places.start + 1, tokens(places.start..places.start + 1));
+        while middle + 1 < places.end {
             let next = before + tokens(middle..middle + 1);
             if next.abs_diff(total - next) >= before.abs_diff(total - before) {
                 break;
             }
             (middle, before) = (middle + 1, next);
         }
-        parts[number] = part.start..middle;
-        parts.push(middle..part.end);
+        parts[number] = (places.start..middle, before);
+        parts.push((middle..places.end, total - before));
         for number in [number, parts.len() - 1] {
-            if parts[number].len() > 1 {
-                fullest.push(entry(number, &parts[number]));
+            let (places, tokens) = &parts[number];
+            if places.len() > 1 {
+                fullest.push(entry(number, *tokens));
             }
         }
     }
     // In the order of the rows that they come from, so that a sequence of samples stays one.
-    parts.sort_unstable_by_key(|part| part.start);
+    parts.sort_unstable_by_key(|(places, _)| places.start);
     let mut split = Rows::new();
-    for part in parts {
-        split.push_from(&rows, part);
+    for (places, tokens) in parts {
+        split.push(&rows.items[places], tokens);
     }
     Ok(split)
 }

@@ -57,7 +57,7 @@ struct Load {
     labels: u64,
     /// Rows × row length.
     size: u64,
-    /// Σ length² of the samples.
+    /// Σ length² of the samples, where attention is what counts.
     squares: u64,
     /// Mean length of the samples; none without one.
     mean: Option<f64>,
@@ -293,12 +293,7 @@ impl Measure<'_> {
         for (one, later) in mine.iter().zip(loads.iter().skip(world)) {
             sums.jump.push(one.size.abs_diff(later.size) as f64);
         }
-        let center = self
-            .schedule
-            .rows
-            .slots
-            .first()
-            .map_or(0.0, |&slot| f64::from(slot));
+        let center = self.samples.slots.first().map_or(0.0, |&slot| slot.into());
         for (one, next) in mine.iter().zip(loads.iter().skip(1)) {
             sums.pair(one, next, center);
         }
@@ -322,15 +317,19 @@ impl Measure<'_> {
         let mut load = Load::default();
         let mut longest = 0;
         for row in first_row..first_row + self.round.rows_per_microbatch {
-            let places = rows.places(row);
+            let (places, used) = (rows.places(row), rows.tokens[row]);
             if self.layout == BatchLayout::Padded {
                 for place in places {
-                    longest = longest.max(self.add_row(place..place + 1, &mut load));
+                    let slot = self.samples.slots[rows.items[place] as usize];
+                    longest = longest.max(slot);
+                    self.add_row(place..place + 1, slot, &mut load);
                 }
             } else {
-                longest = longest.max(self.add_row(places, &mut load));
+                longest = longest.max(used);
+                self.add_row(places, used, &mut load);
             }
         }
+        let longest = u64::from(longest);
         let row_len = if self.config.pad_to_sequence_len {
             u64::from(self.bounds.capacity)
         } else {
@@ -341,35 +340,25 @@ impl Measure<'_> {
         load
     }
 
-    /// Adds the row of these places to `load`, and returns how many tokens it takes up.
-    fn add_row(&self, places: Range<usize>, load: &mut Load) -> u64 {
+    /// Adds the row of these places, of which `used` tokens are taken up, to `load`.
+    fn add_row(&self, places: Range<usize>, used: u32, load: &mut Load) {
         let rows = &self.schedule.rows;
         let end = rows.items.len() - self.schedule.repeated_items;
         let real = places.start.min(end)..places.end.min(end);
         let items = &rows.items[real.clone()];
-        let used = |places: Range<usize>| rows.slots[places].iter().map(|&slot| u64::from(slot));
-        // Without alignment the slots are the lengths, and they are here already.
-        let (tokens, squares) = match self.config.align_samples_to {
-            1 => sum_and_squares(used(real.clone())),
-            _ => sum_and_squares(items.iter().map(|&item| self.samples.length(item as usize))),
+        let lengths = || items.iter().map(|&item| self.samples.length(item as usize));
+        let tokens = match self.config.align_samples_to {
+            1 if real == places => used.into(),
+            _ => lengths().sum(),
         };
-        load.squares += squares;
+        if self.config.balance_cost == BalanceCost::Attention {
+            load.squares += lengths().map(|length| length * length).sum::<u64>();
+        }
         load.rows += 1;
         load.samples += items.len() as u64;
         load.tokens += tokens;
         load.labels += self.samples.labels(items, tokens);
-        if real == places && self.config.align_samples_to == 1 {
-            tokens
-        } else {
-            used(places).sum()
-        }
     }
-}
-
-fn sum_and_squares(lengths: impl Iterator<Item = u64>) -> (u64, u64) {
-    lengths.fold((0, 0), |(sum, squares), length| {
-        (sum + length, squares + length * length)
-    })
 }
 
 fn ratio(part: f64, whole: f64) -> Option<f64> {

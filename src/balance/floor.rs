@@ -32,20 +32,21 @@ pub(crate) fn label_std_floor(schedule: &Schedule, round: Round, samples: &Sampl
     // the mean can fill, and the samples below.
     let mut lone: BTreeMap<u32, (i64, Vec<f64>)> = BTreeMap::new();
     if round.rows_per_microbatch == 1 && round.items_per_row.is_none() {
-        for places in (0..rows.len()).map(|row| rows.places(row)) {
+        for row in 0..rows.len() {
+            let places = rows.places(row);
             if places.len() == 1 && places.end <= real {
-                lone.entry(rows.slots[places.start]).or_default().0 += 1;
+                lone.entry(rows.tokens[row]).or_default().0 += 1;
             }
         }
     }
     let (mut squares, mut shift) = (0.0, 0.0);
-    for (&slot, &labels) in rows.slots.iter().zip(&labels) {
+    for (&item, &labels) in rows.items.iter().zip(&labels) {
         let above = f64::from(labels) - mean;
         if above > 0.0 {
             squares += above * above;
             shift += above;
         }
-        if let Some((unfilled, below)) = lone.get_mut(&slot) {
+        if let Some((unfilled, below)) = lone.get_mut(&samples.slots[item as usize]) {
             if above >= 0.0 {
                 *unfilled -= 1;
             } else {

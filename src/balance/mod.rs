@@ -79,8 +79,8 @@ pub(crate) fn balance(
         {
             let end = work.items.len();
             schedule.rows.items[..end].copy_from_slice(&work.items);
-            for (slot, &item) in schedule.rows.slots.iter_mut().zip(&work.items) {
-                *slot = samples.slots[item as usize];
+            if anew {
+                sum_rows(&mut schedule.rows, samples);
             }
             reorder(&mut schedule.rows, &order, round.rows_per_microbatch);
             return;
@@ -353,6 +353,14 @@ fn loads(work: &Work, layout: BatchLayout, config: &Config) -> Vec<Load> {
     loads
 }
 
+/// Adds up the tokens of every row, after samples have changed rows.
+fn sum_rows(rows: &mut Rows, samples: &Samples) {
+    for row in 0..rows.len() {
+        let items = &rows.items[rows.places(row)];
+        rows.tokens[row] = items.iter().map(|&item| samples.slots[item as usize]).sum();
+    }
+}
+
 /// Puts the first microbatches of the schedule into this order; the others stay where they are.
 fn reorder(rows: &mut Rows, order: &[u32], rows_per_microbatch: usize) {
     let mut ordered = Rows::new();
@@ -360,7 +368,7 @@ fn reorder(rows: &mut Rows, order: &[u32], rows_per_microbatch: usize) {
     let all = rows.len() / rows_per_microbatch;
     for batch in moved.chain(order.len()..all) {
         for row in batch * rows_per_microbatch..(batch + 1) * rows_per_microbatch {
-            ordered.push_from(rows, rows.places(row));
+            ordered.push_from(rows, row);
         }
     }
     *rows = ordered;

@@ -51,13 +51,14 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
     let mut next = offsets.clone();
     let mut rows = Rows {
         items: vec![0; order.len()],
-        slots: vec![0; order.len()],
         offsets,
+        tokens: vec![0; counts.len()],
     };
     for (&item, &row) in order.iter().zip(&row_of) {
-        let at = &mut next[number[row as usize] as usize];
+        let row = number[row as usize] as usize;
+        let at = &mut next[row];
         rows.items[*at as usize] = item;
-        rows.slots[*at as usize] = slots[item as usize];
+        rows.tokens[row] += slots[item as usize];
         *at += 1;
     }
     rows

@@ -83,6 +83,15 @@ impl Histogram {
         histogram
     }
 
+    /// Counts these sizes, which must be there, no longer.
+    pub(super) fn remove(&mut self, sizes: impl Iterator<Item = u32>) {
+        let class_of = self.lookup();
+        let classes: Vec<u32> = sizes.map(class_of).collect();
+        for class in classes {
+            self.counts[class as usize] -= 1;
+        }
+    }
+
     /// Distinct sizes.
     pub fn len(&self) -> usize {
         self.sizes.len()

@@ -34,11 +34,11 @@ use crate::order::Stream;
 pub struct Rows {
     /// Item numbers, row after row.
     pub items: Vec<u32>,
-    /// The tokens of each of these items. Looking them up again would be the dearest part of a
-    /// plan: millions of reads all over the memory.
-    pub slots: Vec<u32>,
     /// Where each row begins; one more entry than rows.
     pub offsets: Vec<u32>,
+    /// Tokens of each row, known from packing: looking the items up again would be the dearest part
+    /// of a plan, millions of reads all over the memory.
+    pub tokens: Vec<u32>,
 }
 
 impl Rows {
@@ -46,8 +46,8 @@ impl Rows {
     pub fn new() -> Rows {
         Rows {
             items: Vec::new(),
-            slots: Vec::new(),
             offsets: vec![0],
+            tokens: Vec::new(),
         }
     }
 
@@ -71,11 +71,23 @@ impl Rows {
         (0..self.len()).map(|row| &self.items[self.places(row)])
     }
 
-    /// Appends the items at these places of `other` as a row.
-    pub fn push_from(&mut self, other: &Rows, places: Range<usize>) {
-        self.items.extend_from_slice(&other.items[places.clone()]);
-        self.slots.extend_from_slice(&other.slots[places]);
+    /// Appends a row.
+    pub fn push(&mut self, items: &[u32], tokens: u32) {
+        self.items.extend_from_slice(items);
         self.offsets.push(self.items.len() as u32);
+        self.tokens.push(tokens);
+    }
+
+    /// Appends row `row` of `other`.
+    pub fn push_from(&mut self, other: &Rows, row: usize) {
+        self.push(&other.items[other.places(row)], other.tokens[row]);
+    }
+
+    /// Leaves out the rows from `rows` on.
+    pub fn truncate(&mut self, rows: usize) {
+        self.items.truncate(self.offsets[rows] as usize);
+        self.offsets.truncate(rows + 1);
+        self.tokens.truncate(rows);
     }
 
     /// The same rows in a random order.
@@ -84,7 +96,7 @@ impl Rows {
         stream.shuffle(&mut order);
         let mut rows = Rows::new();
         for row in order {
-            rows.push_from(self, self.places(row));
+            rows.push_from(self, row);
         }
         rows
     }
@@ -166,7 +178,7 @@ pub(crate) fn pack(
         if rows.is_empty() {
             rows = packed;
         } else {
-            (0..packed.len()).for_each(|row| rows.push_from(&packed, packed.places(row)));
+            (0..packed.len()).for_each(|row| rows.push_from(&packed, row));
         }
     }
     rows
@@ -183,5 +195,12 @@ pub(crate) fn pack(
 ///
 /// O(n + longest), or O(n log n) for sparse sizes; exact integers.
 pub fn lower_bound(slots: &[u32], bounds: Bounds) -> u64 {
-    Histogram::of(slots.iter().copied()).lower_bound(bounds)
+    lower_bound_without(slots, &[], bounds)
+}
+
+/// The bound of all items but these.
+pub(crate) fn lower_bound_without(slots: &[u32], unused: &[u32], bounds: Bounds) -> u64 {
+    let mut histogram = Histogram::of(slots.iter().copied());
+    histogram.remove(unused.iter().map(|&item| slots[item as usize]));
+    histogram.lower_bound(bounds)
 }

@@ -24,22 +24,18 @@ use super::{Bounds, Rows};
 /// assert_eq!(rows.offsets, [0, 2, 4]); // 5 + 2, then 3 + 4
 /// ```
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds) -> Rows {
-    let mut rows = Rows {
-        items: order.to_vec(),
-        slots: order.iter().map(|&item| slots[item as usize]).collect(),
-        offsets: vec![0],
-    };
-    let (mut used, mut start) = (0u32, 0usize);
-    for at in 0..order.len() {
-        let slot = bounds.checked(rows.slots[at]);
+    let mut rows = Rows::new();
+    let (mut used, mut start) = (0, 0);
+    for (at, &item) in order.iter().enumerate() {
+        let slot = bounds.checked(slots[item as usize]);
         if slot > bounds.capacity - used || (at - start) as u32 == bounds.limit {
-            rows.offsets.push(at as u32);
+            rows.push(&order[start..at], used);
             (used, start) = (0, at);
         }
         used += slot;
     }
     if !order.is_empty() {
-        rows.offsets.push(order.len() as u32);
+        rows.push(&order[start..], used);
     }
     rows
 }

@@ -74,19 +74,29 @@ impl Patterns {
         }
         stream.shuffle(&mut recipe_of_row);
 
-        let sizes: Vec<u32> = (0..self.rows.len())
-            .map(|number| self.parts(number).iter().map(|part| part.times).sum())
+        // Items and tokens of a row of each recipe.
+        let sums: Vec<(u32, u32)> = (0..self.rows.len())
+            .map(|number| {
+                self.parts(number)
+                    .iter()
+                    .fold((0, 0), |(items, tokens), part| {
+                        let size = histogram.sizes[part.class as usize];
+                        (items + part.times, tokens + part.times * size)
+                    })
+            })
             .collect();
         let mut rows = Rows {
             items: vec![0; items.len()],
-            slots: vec![0; items.len()],
             offsets: Vec::with_capacity(recipe_of_row.len() + 1),
+            tokens: Vec::with_capacity(recipe_of_row.len()),
         };
         rows.offsets.push(0);
         let mut end = 0;
         for &number in &recipe_of_row {
-            end += sizes[number as usize];
+            let (items, tokens) = sums[number as usize];
+            end += items;
             rows.offsets.push(end);
+            rows.tokens.push(tokens);
         }
 
         // Each part of the rows needs to know where in each class the parts before it have got to:
@@ -95,14 +105,13 @@ impl Patterns {
         let most = (items.len() / next.len()).max(1);
         let chunk = chunk_len(recipe_of_row.len(), threads).max(recipe_of_row.len().div_ceil(most));
         let mut parts = Vec::new();
-        let mut rest = (&mut rows.items[..], &mut rows.slots[..]);
+        let mut rest = &mut rows.items[..];
         for recipes in recipe_of_row.chunks(chunk.max(1)) {
-            let taken: u32 = recipes.iter().map(|&number| sizes[number as usize]).sum();
-            let (my_items, other_items) = rest.0.split_at_mut(taken as usize);
-            let (my_slots, other_slots) = rest.1.split_at_mut(taken as usize);
-            rest = (other_items, other_slots);
-            parts.push((recipes, my_items, my_slots, next.clone()));
-            if !rest.0.is_empty() {
+            let taken: u32 = recipes.iter().map(|&number| sums[number as usize].0).sum();
+            let (mine, others) = rest.split_at_mut(taken as usize);
+            rest = others;
+            parts.push((recipes, mine, next.clone()));
+            if !rest.is_empty() {
                 for part in recipes
                     .iter()
                     .flat_map(|&number| self.parts(number as usize))
@@ -111,19 +120,17 @@ impl Patterns {
                 }
             }
         }
-        parallel::for_each(threads, parts, |(recipes, to_items, to_slots, mut next)| {
+        parallel::for_each(threads, parts, |(recipes, places, mut next)| {
             let mut to = 0;
             for part in recipes
                 .iter()
                 .flat_map(|&number| self.parts(number as usize))
             {
                 let at = &mut next[part.class as usize];
-                let size = histogram.sizes[part.class as usize];
                 // One item at a time: parts are of one or two, for which a copy of a slice costs
                 // more.
                 for _ in 0..part.times {
-                    to_items[to] = items[*at as usize];
-                    to_slots[to] = size;
+                    places[to] = items[*at as usize];
                     *at += 1;
                     to += 1;
                 }
