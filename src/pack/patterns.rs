@@ -66,7 +66,7 @@ impl Patterns {
         threads: usize,
     ) -> Rows {
         let sorted = sort_by_class(slots, order, histogram, pieces, threads);
-        let Sorted { items, starts } = shuffle_classes(sorted, stream, threads);
+        let (items, starts, spare) = shuffle_classes(sorted, stream, threads);
 
         let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
         for (number, &rows) in self.rows.iter().enumerate() {
@@ -86,7 +86,7 @@ impl Patterns {
             })
             .collect();
         let mut rows = Rows {
-            items: vec![0; items.len()],
+            items: spare,
             offsets: Vec::with_capacity(recipe_of_row.len() + 1),
             tokens: Vec::with_capacity(recipe_of_row.len()),
         };
@@ -140,77 +140,89 @@ impl Patterns {
     }
 }
 
-/// Items by class, the largest sizes first.
-#[derive(Clone, Default)]
-struct Sorted {
+/// Items sorted by class, the largest sizes first, inside each of some pieces.
+struct Pieces {
+    /// The pieces, one after the other.
     items: Vec<u32>,
-    /// Where each class begins in `items`; one more entry than classes.
-    starts: Vec<u32>,
+    /// Items of a piece; the last one may have fewer.
+    len: usize,
+    /// For each piece, where each class begins in it; one more entry than classes.
+    starts: Vec<Vec<u32>>,
 }
 
-impl Sorted {
-    /// Sorts items into classes of these counts; inside a class they keep their order.
-    fn fill(
-        slots: &[u32],
-        order: impl ExactSizeIterator<Item = u32>,
-        class_of: &impl Fn(u32) -> u32,
-        counts: &[u32],
-    ) -> Sorted {
-        let mut starts = Vec::with_capacity(counts.len() + 1);
-        starts.push(0);
-        for &count in counts {
-            starts.push(starts[starts.len() - 1] + count);
-        }
-        let mut next = starts.clone();
-        let mut items = vec![0u32; order.len()];
-        for item in order {
-            let at = &mut next[class_of(slots[item as usize]) as usize];
-            items[*at as usize] = item;
-            *at += 1;
-        }
-        Sorted { items, starts }
-    }
-
-    fn class(&self, class: usize) -> &[u32] {
-        &self.items[self.starts[class] as usize..self.starts[class + 1] as usize]
+impl Pieces {
+    /// The items of a class in a piece.
+    fn class(&self, piece: usize, class: usize) -> &[u32] {
+        let starts = &self.starts[piece];
+        let first = piece * self.len;
+        &self.items[first + starts[class] as usize..first + starts[class + 1] as usize]
     }
 }
 
-/// A counting sort in pieces, of which the counts are known.
+/// A counting sort of each piece, of which the counts are known. Items of a class keep their order.
 fn sort_by_class(
     slots: &[u32],
     order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
     histogram: &Histogram,
-    pieces: &[Vec<u32>],
+    counts: &[Vec<u32>],
     threads: usize,
-) -> Vec<Sorted> {
+) -> Pieces {
     let class_of = histogram.lookup();
-    let piece = order.len().div_ceil(pieces.len());
-    let mut sorted = vec![Sorted::default(); pieces.len()];
-    let parts = sorted.iter_mut().zip(pieces).enumerate().collect();
-    let sort = |(number, (sorted, counts)): (usize, (&mut Sorted, &Vec<u32>))| {
-        let order = order.clone().skip(number * piece).take(piece);
-        *sorted = Sorted::fill(slots, order, &class_of, counts);
+    let mut pieces = Pieces {
+        items: vec![0; order.len()],
+        len: order.len().div_ceil(counts.len()).max(1),
+        starts: counts.iter().map(|counts| sums_before(counts)).collect(),
     };
-    parallel::for_each(threads, parts, sort);
-    sorted
+    let places = pieces.items.chunks_mut(pieces.len);
+    let parts = places.zip(&pieces.starts).enumerate().collect();
+    parallel::for_each(
+        threads,
+        parts,
+        |(piece, (places, starts)): (usize, (&mut [u32], _))| {
+            let mut next: Vec<u32> = Vec::clone(starts);
+            for item in order.clone().skip(piece * pieces.len).take(pieces.len) {
+                let at = &mut next[class_of(slots[item as usize]) as usize];
+                places[*at as usize] = item;
+                *at += 1;
+            }
+        },
+    );
+    pieces
+}
+
+/// 0 and the running sums: for 2, 3 these are 0, 2, 5.
+fn sums_before(counts: &[u32]) -> Vec<u32> {
+    let mut sums = Vec::with_capacity(counts.len() + 1);
+    sums.push(0);
+    for &count in counts {
+        sums.push(sums[sums.len() - 1] + count);
+    }
+    sums
 }
 
 /// Joins the pieces and shuffles the items of each class. Every class has a random stream of its own,
 /// so that it does not matter which thread shuffles it.
-fn shuffle_classes(mut pieces: Vec<Sorted>, stream: &mut Stream, threads: usize) -> Sorted {
+///
+/// Returns the items by class, where each class begins, and memory for as many items: fresh memory
+/// costs as much as what is written to it here.
+fn shuffle_classes(
+    mut pieces: Pieces,
+    stream: &mut Stream,
+    threads: usize,
+) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     let family = stream.family();
-    let classes = pieces[0].starts.len() - 1;
-    let mut starts = vec![0u32; classes + 1];
-    for piece in &pieces {
-        for (start, of_piece) in starts.iter_mut().zip(&piece.starts) {
+    let mut starts = vec![0u32; pieces.starts[0].len()];
+    for of_piece in &pieces.starts {
+        for (start, of_piece) in starts.iter_mut().zip(of_piece) {
             *start += of_piece;
         }
     }
-    let mut items = match &mut pieces[..] {
-        [only] => std::mem::take(&mut only.items),
-        _ => vec![0; starts[classes] as usize],
-    };
+    let classes = starts.len() - 1;
+    let joined = pieces.starts.len() == 1;
+    let mut items = vec![0; pieces.items.len()];
+    if joined {
+        std::mem::swap(&mut items, &mut pieces.items);
+    }
     // Parts of about as many items; the short sizes have most of them.
     let chunk = chunk_len(items.len(), threads) as u32;
     let mut parts = Vec::new();
@@ -228,9 +240,10 @@ fn shuffle_classes(mut pieces: Vec<Sorted>, stream: &mut Stream, threads: usize)
             let len = (starts[class + 1] - starts[class]) as usize;
             let (mine, others) = rest.split_at_mut(len);
             rest = others;
-            if pieces.len() > 1 {
+            if !joined {
                 let mut to = 0;
-                for from in pieces.iter().map(|piece| piece.class(class)) {
+                for piece in 0..pieces.starts.len() {
+                    let from = pieces.class(piece, class);
                     mine[to..to + from.len()].copy_from_slice(from);
                     to += from.len();
                 }
@@ -238,7 +251,7 @@ fn shuffle_classes(mut pieces: Vec<Sorted>, stream: &mut Stream, threads: usize)
             family.stream(class as u64).shuffle(mine);
         }
     });
-    Sorted { items, starts }
+    (items, starts, pieces.items)
 }
 
 /// How much of `len` goes to one part of the work: a few parts for each thread, so that none waits
