@@ -68,14 +68,15 @@ def random_settings(seeded: np.random.Generator) -> dict[str, Any]:
 
     packed = one_of(True, True, False)
     sequentially = one_of(False, False, True)
-    algorithms = ["best_fit_decreasing", "tight", "next_fit", "first_fit"]
+    algorithms = ["best_fit_decreasing", "next_fit", "tight", "first_fit"]
     return {
         "sequence_len": 32,
         "sample_packing": packed,
         "batch_flattening": not packed and one_of(True, False),
         "multipack_real_batches": packed and one_of(True, False),
-        "sample_packing_algorithm": one_of(*algorithms[: 3 if sequentially else 4]),
+        "sample_packing_algorithm": one_of(*algorithms[: 2 if sequentially else 4]),
         "sample_packing_sequentially": sequentially,
+        "balance_labels": not sequentially and one_of(True, False),
         "sample_packing_bin_size": one_of(None, 1, 3),
         "sample_packing_group_size": one_of(None, 50),
         "micro_batch_size": one_of(1, 2, 5),

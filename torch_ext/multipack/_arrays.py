@@ -46,12 +46,14 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def int64_tensor(name: str, values: Integers) -> torch.Tensor:
-    """Copy integers into an int64 tensor of the same shape.
+def int64_tensor(name: str, values: Integers, *, copy: bool = True) -> torch.Tensor:
+    """Turn integers into an int64 tensor of the same shape.
 
     Args:
         name (str): What the values are called in errors.
         values: Integers of any width.
+        copy (bool): Whether the tensor must have memory of its own. Without it, int64 values are
+            viewed where they are, to be read and not to be kept.
 
     Returns:
         torch.Tensor: int64, dense, on the device that a tensor was on and else on the CPU.
@@ -64,13 +66,17 @@ def int64_tensor(name: str, values: Integers) -> torch.Tensor:
         dtype = values.dtype
         if (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool) and values.numel():
             raise TypeError(f"{name} must hold integers, but is a tensor of {dtype}")
-        return values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        if copy:
+            return values.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        return values.to(torch.int64).contiguous()
     array = _array(name, values)
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name} must hold integers, but is an array of {array.dtype}")
     if array.dtype == np.uint64 and array.size > 0 and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} holds {array.max()}, more than {np.iinfo(np.int64).max}")
-    return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
+    # Torch warns of memory that must not be written.
+    copy = copy or not array.flags.writeable
+    return torch.from_numpy(np.array(array, dtype=np.int64, order="C", copy=copy or None))
 
 
 def token_tensor(name: str, values: Integers) -> torch.Tensor:

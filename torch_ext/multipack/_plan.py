@@ -246,8 +246,8 @@ def plan(
         UserWarning: For what the planner finds odd, such as an epoch without any sample.
     """
     made = plan_tensors(
-        int64_tensor("lengths", lengths),
-        None if label_counts is None else int64_tensor("label_counts", label_counts),
+        int64_tensor("lengths", lengths, copy=False),
+        None if label_counts is None else int64_tensor("label_counts", label_counts, copy=False),
         None if label_starts is None else bool_tensor("label_starts", label_starts),
         make_config(config, keys),
         integer("epoch", epoch),
