@@ -2,8 +2,9 @@
 //!
 //! They tell whether two ranks, or a checkpoint and a run, speak of the same thing. They are no
 //! protection against forgery. Numbers are hashed as little-endian bytes, whatever the machine.
-//! About 5 GB/s.
+//! About as fast as memory is read.
 
+use bytemuck::NoUninit;
 use xxhash_rust::xxh3::Xxh3;
 
 /// A fingerprint being made.
@@ -23,27 +24,28 @@ impl Digest {
 
     /// Adds a list of 64-bit numbers.
     pub fn longs(self, numbers: &[i64]) -> Digest {
-        self.bytes(numbers, |number| number.to_le_bytes())
+        self.values(numbers, i64::to_le)
     }
 
     /// Adds a list of 32-bit numbers.
     pub fn ints(self, numbers: &[u32]) -> Digest {
-        self.bytes(numbers, |number| number.to_le_bytes())
+        self.values(numbers, u32::to_le)
     }
 
     /// Adds a list of truth values.
     pub fn flags(self, flags: &[bool]) -> Digest {
-        self.bytes(flags, |flag| [u8::from(flag)])
+        let bytes: Vec<u8> = flags.iter().map(|&flag| u8::from(flag)).collect();
+        self.values(&bytes, |byte| byte)
     }
 
-    fn bytes<T: Copy, const N: usize>(mut self, values: &[T], bytes: fn(T) -> [u8; N]) -> Digest {
+    fn values<T: NoUninit>(mut self, values: &[T], little_endian: fn(T) -> T) -> Digest {
         self.0.update(&(values.len() as u64).to_le_bytes());
-        let mut buffer = [0u8; 4096];
-        for chunk in values.chunks(buffer.len() / N) {
-            for (place, &value) in buffer.chunks_exact_mut(N).zip(chunk) {
-                place.copy_from_slice(&bytes(value));
+        if cfg!(target_endian = "little") {
+            self.0.update(bytemuck::cast_slice(values));
+        } else {
+            for &value in values {
+                self.0.update(bytemuck::bytes_of(&little_endian(value)));
             }
-            self.0.update(&buffer[..N * chunk.len()]);
         }
         self
     }
