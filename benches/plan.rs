@@ -30,7 +30,7 @@ const ALGORITHMS: [(&str, Pack); 4] = [
     ("best_fit", |slots, order| {
         best_fit::pack(
             slots,
-            order.iter().copied(),
+            0..order.len() as u32,
             BOUNDS,
             &mut stream(SEED),
             threads(),
