@@ -175,9 +175,22 @@ fn balance(criterion: &mut Criterion) {
                 let counts = Some(&labels[..]);
                 plan(&lengths, counts, None, &config, 0, Split::Train, threads()).expect("a plan")
             };
-            let after = make().report.after;
-            let per_step = after.step_label_std.zip(after.mean_labels);
-            assert!(per_step.is_some_and(|(std, mean)| std / (16.0 * mean) <= 0.005));
+            let report = make().report;
+            let mean = report.after.mean_labels.expect("microbatches");
+            let share = |std: Option<f64>| 100.0 * std.expect("steps") / mean;
+            let (before, after) = (report.before, report.after);
+            println!(
+                "{name}, {n}: labels of a microbatch {:.2} % to {:.2} % of their mean (floor {:.2} %), \
+                 of a step {:.3} % to {:.3} %; costs of ranks {:.3} to {:.3}",
+                share(before.microbatch_label_std),
+                share(after.microbatch_label_std),
+                share(after.label_std_floor),
+                share(before.step_label_std) / 16.0,
+                share(after.step_label_std) / 16.0,
+                before.rank_cost_imbalance.expect("ranks"),
+                after.rank_cost_imbalance.expect("ranks"),
+            );
+            assert!(share(after.step_label_std) / 16.0 <= 0.5);
             group.bench_with_input(BenchmarkId::new(name, n), &n, |bencher, _| {
                 bencher.iter(make)
             });

@@ -10,7 +10,8 @@
 //! | uniform from 0.2 to 0.6 of the capacity | 1.60 % | 0.003 % | 0.2 s |
 //! | lognormal | 0.007 % | 0 | 0.1 s |
 //!
-//! A few thousand samples of many lengths leave fewer choices: ten thousand uniform ones stay at
+//! (`cargo bench --bench plan -- hard`, two cores.) A few thousand samples of many lengths leave
+//! fewer choices: ten thousand uniform ones stay at
 //! the 1.6 % of best fit.
 //!
 //! The idea: with many samples of many lengths nearly every gap can be filled exactly by two or
