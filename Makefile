@@ -47,8 +47,9 @@ lint: .venv/requirements.stamp
 	ruff format --check
 	mypy
 
-bench: tools
+bench: build
 	cargo bench
+	python benches/python/plan_peers.py
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"
