@@ -559,8 +559,25 @@ impl Config {
     }
 }
 
-/// The known key nearest to `key` by edit distance, if at most a third of it differs.
+/// What other tools call our settings.
+const ALIASES: &[(&str, &str)] = &[
+    ("batch_size", "micro_batch_size"),
+    ("max_length", "sequence_len"),
+    ("max_seq_len", "sequence_len"),
+    ("max_seq_length", "sequence_len"),
+    ("packing", "sample_packing"),
+    ("per_device_eval_batch_size", "eval_batch_size"),
+    ("per_device_train_batch_size", "micro_batch_size"),
+    ("seq_len", "sequence_len"),
+    ("seqlen", "sequence_len"),
+];
+
+/// The known key that `key` stands for elsewhere, or the nearest one by edit distance, if at most a
+/// third of it differs.
 fn nearest_key(key: &str) -> Option<&'static str> {
+    if let Some((_, name)) = ALIASES.iter().find(|(alias, _)| *alias == key) {
+        return Some(name);
+    }
     let (distance, name) = RULES
         .iter()
         .map(|(name, _)| (edit_distance(key, name), *name))

@@ -71,6 +71,11 @@ fn a_misspelt_key_is_refused_with_the_nearest_one() {
         "unknown setting 'sequence_length', did you mean 'sequence_len'?",
     );
     refused(
+        r#"{"batch_size": 8}"#,
+        ErrorKind::Value,
+        "unknown setting 'batch_size', did you mean 'micro_batch_size'?",
+    );
+    refused(
         r#"{"learning_rate": 1}"#,
         ErrorKind::Value,
         "unknown setting 'learning_rate'",

@@ -111,6 +111,24 @@ def test_repeats_lose_their_labels_where_samples_have_none() -> None:
 # ---- flat buffers ----
 
 
+def test_a_repeat_does_not_hide_that_a_sample_has_no_labels() -> None:
+    """Filled with its tokens, such a sample would be trained on whole."""
+    made = [{"input_ids": [1, 2], "labels": [-100, 2]}] * 2 + [{"input_ids": [7, 8]}]
+
+    rows = RowDataset(made).__getitems__([[0, Repeat(1), 2]])
+
+    assert rows[0][1]["labels"] == [-100, -100]
+    assert "labels" not in rows[0][2]
+    with pytest.raises(ValueError, match="sample 2 has no 'labels', but sample 0 has"):
+        Collator(attention="none")(rows)
+
+
+def test_only_a_collator_lays_out_flat_buffers() -> None:
+    tokens = torch.tensor([1, 2])
+    with pytest.raises(TypeError, match=r"collator must be a multipack\.Collator, but is a func"):
+        PackedDataset(tokens, [0, 2], collator=lambda batch: batch)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("attention", ["none", "bool", "flash"])
 @pytest.mark.parametrize("labels", [False, True])
 def test_a_batch_is_that_of_the_samples(samples: Samples, attention: str, labels: bool) -> None:

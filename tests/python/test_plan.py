@@ -750,3 +750,11 @@ def test_labels_of_the_wrong_kind_are_refused() -> None:
     assert str(caught.value) == "labels must be int32 or int64, but is an array of float64"
     with pytest.raises(ValueError, match="offsets"):
         multipack.label_counts([1, 2], [0, 3])
+
+
+def test_settings_in_the_place_of_label_counts_are_named() -> None:
+    for make in (plan, multipack.MultipackBatchSampler):
+        with pytest.raises(
+            TypeError, match=r"label_counts is a Config: write config=\.\.\. for it"
+        ):
+            make([3, 4], Config(sequence_len=8))  # type: ignore[arg-type]

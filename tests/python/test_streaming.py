@@ -86,7 +86,7 @@ def stream(samples: Any = LENGTHS, **keys: Any) -> StreamingMultipack:
 def quiet(batches: Any, n: int | None = None) -> list[Any]:
     """Take batches, without the warning of what the stream leaves over."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the stream ended with")
+        warnings.filterwarnings("ignore", "the stream (ended with|gave no sample)")
         return list(itertools.islice(batches, n))
 
 
@@ -189,6 +189,19 @@ def test_sequential_packing_keeps_the_order_of_the_stream_across_buffers() -> No
 
 def test_no_sample_and_an_empty_stream_are_no_batch() -> None:
     assert ids(stream([])) == []
+
+
+def test_a_generator_that_is_used_up_is_told() -> None:
+    made = stream({"input_ids": [1, 2]} for _ in range(3))
+    assert len(list(made)) == 1
+
+    with pytest.warns(UserWarning) as caught:
+        assert list(made) == []
+
+    assert [str(warning.message) for warning in caught] == [
+        "the stream gave no sample; a generator can be read once only: give an iterable that "
+        "starts anew"
+    ]
 
 
 # ---- what is left at the end ----

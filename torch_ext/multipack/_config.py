@@ -178,6 +178,16 @@ def make_config(config: Config | None, keys: Mapping[str, Any]) -> Config:
     return config.replace(**keys) if keys else config
 
 
+def refuse_config(label_counts: object) -> None:
+    """Refuse settings in the place of the label counts.
+
+    Raises:
+        TypeError: If `label_counts` is a `Config`.
+    """
+    if isinstance(label_counts, Config):
+        raise TypeError("label_counts is a Config: write config=... for it")
+
+
 def checked_split(split: str) -> Split:
     """Return the name of a split.
 

@@ -25,7 +25,7 @@ import torch
 
 from multipack import ops
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, token_tensor
-from multipack._config import Config, Split, checked_split, make_config
+from multipack._config import Config, Split, checked_split, make_config, refuse_config
 from multipack._stats import Stats
 from multipack._verify import check_equality, check_inputs, check_promises
 
@@ -245,6 +245,7 @@ def plan(
     Warns:
         UserWarning: For what the planner finds odd, such as an epoch without any sample.
     """
+    refuse_config(label_counts)
     made = plan_tensors(
         int64_tensor("lengths", lengths, copy=False),
         None if label_counts is None else int64_tensor("label_counts", label_counts, copy=False),

@@ -62,8 +62,9 @@ class Collator:
               SDPA;
             - ``"additive"``: `attention_mask` (R, 1, L, L) of 0 and the dtype's minimum, for SDPA
               and eager attention;
-            - ``"none"``: nothing beside `position_ids`; for models that find the samples by them,
-              and for padded batches of causal models.
+            - ``"none"``: nothing beside `position_ids`; for padded batches of causal models, and
+              for models that find the samples by their positions. Transformers' do so only with
+              ``use_cache=False`` and without an `attention_mask`.
         pad_token_id (int): What fills the padding of `input_ids`.
         dtype (torch.dtype): Of an additive mask: float32 (the default), bfloat16 or float16.
         window (int): Sliding window of a mask: so many keys with the query's own.

@@ -14,7 +14,7 @@ through the workers of a DataLoader, forked or spawned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class RowDataset(Dataset[Any]):
         else:
             samples = [self.dataset[index] for index in flat]
         if any(isinstance(index, Repeat) for index in flat):
-            samples = map(_with_repeats_masked, flat, samples)
+            samples = _with_repeats_masked(flat, list(samples))
         following = iter(samples)
         filled = [[next(following) for _ in row] for row in rows]
         return filled if in_rows else filled[0]
@@ -171,7 +171,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         first_samples: npt.NDArray[np.int64],
         mapping: torch.Tensor | None = None,
     ) -> None:
-        self.collator = collator
+        self.collator = _checked(collator)
         self._buffers = buffers
         # Slicing an array takes a tenth of slicing a tensor.
         self._arrays = [
@@ -221,7 +221,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return lay_out(collator, buffers.tokens, offsets, buffers.labels, index, row_offsets)
 
     def __getitems__(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """Return a finished batch: for a DataLoader with ``batch_sampler=sampler``."""
+        """Return a finished batch, as `__getitem__` does."""
         return self[batch]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -333,9 +333,31 @@ def _check_offsets(offsets: torch.Tensor, tokens: int) -> None:
         )
 
 
-def _with_repeats_masked(index: int, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample with labels, which are all -100 if it is a repeat."""
-    labels = sample.get("labels", sample["input_ids"])
-    if isinstance(index, Repeat):
-        labels = [IGNORED_LABEL] * len(labels)
-    return {**sample, "labels": labels}
+def _with_repeats_masked(flat: list[int], samples: list[Any]) -> list[Any]:
+    """Return the samples, the repeats among them with labels that are all -100.
+
+    Where no sample has labels, which are the tokens then, all get them, because a batch may not
+    have both. Where only some have, the others stay as they are, for the collator to refuse.
+    """
+    labelled = any("labels" in sample for sample in samples)
+    masked = []
+    for index, sample in zip(flat, samples, strict=True):
+        if "input_ids" not in sample:
+            masked.append(sample)
+        elif isinstance(index, Repeat):
+            masked.append({**sample, "labels": [IGNORED_LABEL] * len(sample["input_ids"])})
+        elif labelled:
+            masked.append(sample)
+        else:
+            masked.append({**sample, "labels": sample["input_ids"]})
+    return masked
+
+
+def _checked(collator: Any) -> Collator:
+    """Refuse what cannot lay out a batch from flat buffers."""
+    if not isinstance(collator, Collator):
+        raise TypeError(
+            f"collator must be a multipack.Collator, but is a {type(collator).__name__}: it has to "
+            "lay out batches from the flat buffers"
+        )
+    return collator

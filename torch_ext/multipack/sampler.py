@@ -28,6 +28,7 @@ from multipack._config import (
     checked_split,
     layout,
     make_config,
+    refuse_config,
 )
 from multipack._plan import Plan, plan_tensors, warn_of
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
@@ -120,6 +121,7 @@ class MultipackBatchSampler(Sampler[Batch]):
             self.rank = checked_rank(rank, self.config.world_size, or_all=True)
         self.split = checked_split(split)
         self.fingerprint = fingerprint
+        refuse_config(label_counts)
         self._lengths = int64_tensor("lengths", lengths)
         self._label_counts = (
             None if label_counts is None else int64_tensor("label_counts", label_counts)

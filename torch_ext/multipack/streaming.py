@@ -560,6 +560,12 @@ def _warn(before: StreamCounts, now: StreamCounts, config: Config) -> None:
             f"{', '.join(told(now))}; `counts` goes on counting",
             stacklevel=3,
         )
+    if now.read == 0:
+        warnings.warn(
+            "the stream gave no sample; a generator can be read once only: give an iterable that "
+            "starts anew",
+            stacklevel=3,
+        )
     if now.unused_samples:
         warnings.warn(
             f"the stream ended with {now.unused_samples} samples that do not fill a round of "
