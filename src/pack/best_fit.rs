@@ -45,10 +45,8 @@ pub fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let sizes = order.clone().map(|item| slots[item as usize]);
-    let counted = Histogram::by_pieces(sizes, threads);
+    let counted = Histogram::of_items(slots, order.clone(), bounds, threads);
     let histogram = &counted.0;
-    histogram.check(bounds);
     fit_within_limit(histogram, bounds).deal(slots, order, &counted, stream, threads)
 }
 

@@ -32,9 +32,28 @@ impl Histogram {
         Histogram::by_pieces(sizes, 1).0
     }
 
+    /// Counts the items of `order`, each of `slots[item]` tokens, as [`Self::by_pieces`] does. Panics
+    /// unless every item fits into an empty row.
+    pub(super) fn of_items(
+        slots: &[u32],
+        order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
+        bounds: super::Bounds,
+        threads: usize,
+    ) -> (Histogram, Vec<Vec<u32>>) {
+        let sizes = order.map(|item| slots[item as usize]);
+        let (histogram, pieces) = Histogram::by_pieces(sizes, threads);
+        for size in [histogram.sizes.first(), histogram.sizes.last()]
+            .into_iter()
+            .flatten()
+        {
+            bounds.checked(*size);
+        }
+        (histogram, pieces)
+    }
+
     /// Counts the sizes in pieces, at most one for each thread, and returns beside the whole what
     /// each piece has of each class.
-    pub(super) fn by_pieces(
+    fn by_pieces(
         sizes: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
         threads: usize,
     ) -> (Histogram, Vec<Vec<u32>>) {
@@ -100,16 +119,6 @@ impl Histogram {
     /// Whether there are no items.
     pub fn is_empty(&self) -> bool {
         self.sizes.is_empty()
-    }
-
-    /// Panics unless every item fits into an empty row.
-    pub(super) fn check(&self, bounds: super::Bounds) {
-        for size in [self.sizes.first(), self.sizes.last()]
-            .into_iter()
-            .flatten()
-        {
-            bounds.checked(*size);
-        }
     }
 
     /// From a size to the number of the largest class that is not above it: of the class itself

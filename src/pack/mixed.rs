@@ -31,10 +31,8 @@ pub fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let sizes = order.clone().map(|item| slots[item as usize]);
-    let counted = Histogram::by_pieces(sizes, threads);
+    let counted = Histogram::of_items(slots, order.clone(), bounds, threads);
     let histogram = &counted.0;
-    histogram.check(bounds);
     let best = best_fit::fit_within_limit(histogram, bounds);
     let mut tries = tight::tries_for(order.len());
     let mixed = Filling::new(histogram, bounds, stream, &mut tries).fill(0, 1);
