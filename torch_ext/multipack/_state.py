@@ -36,6 +36,12 @@ def order_settings(config: Config, split: Split, *, streaming: bool) -> dict[str
     return settings
 
 
+def every_setting(config: Config, split: Split, *, streaming: bool) -> dict[str, Any]:
+    """Return the settings that the order of samples or the shape of their batches depends on."""
+    shape = {key: getattr(config, key) for key in _SHAPE_KEYS}
+    return {**order_settings(config, split, streaming=streaming), **shape}
+
+
 def refuse_other_version(state: Mapping[str, Any], version: int) -> None:
     """Refuse a state in a format that this release does not read.
 

@@ -31,6 +31,7 @@ from multipack._config import (
     refuse_config,
 )
 from multipack._plan import Plan, plan_tensors, warn_of
+from multipack._processes import warn_if_alone
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
 
 Batch: TypeAlias = "list[list[int]] | list[int]"
@@ -88,6 +89,9 @@ class MultipackBatchSampler(Sampler[Batch]):
     Raises:
         TypeError: As for `plan`, or if the rank is neither an integer nor ``"all"``.
         ValueError: As for `plan`, or if the rank is missing or out of range.
+
+    Warns:
+        UserWarning: As for `plan`, or if several processes would each train on all samples.
     """
 
     batch_size: int
@@ -120,6 +124,7 @@ class MultipackBatchSampler(Sampler[Batch]):
         if rank != "all":
             self.rank = checked_rank(rank, self.config.world_size, or_all=True)
         self.split = checked_split(split)
+        warn_if_alone(self.config, self.split)
         self.fingerprint = fingerprint
         refuse_config(label_counts)
         self._lengths = int64_tensor("lengths", lengths)

@@ -34,6 +34,7 @@ from torch.utils.data._utils import worker as worker_module
 from multipack._arrays import integer
 from multipack._config import Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
+from multipack._processes import warn_if_alone
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
 from multipack._stats import NO_SAMPLES, Tally
 from multipack.collate import Collator, token_array
@@ -148,6 +149,9 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             `label_balance_window_optim_steps` is more than 1, or labels are to be balanced without
             packing; if the collator is for an evaluation, or would lay out what is planned in
             another way.
+
+    Warns:
+        UserWarning: If several processes would each train on all samples.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             config = collator.config
         self.config = make_config(config, keys)
         self.rank = checked_rank(rank, self.config.world_size)
+        warn_if_alone(self.config, "train")
         self.iterable = iterable
         self.collator = collator
         if self.config.label_balance_window_optim_steps > 1:
