@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := passive
 SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
 	$(shell find src cpp -type f)
 
-.PHONY: demo build test lint bench tools
+.PHONY: demo build test test-resume lint bench tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -36,6 +36,10 @@ test: build
 	cargo test $(TORCH)
 	cargo bench -- --test
 	python -m pytest
+
+# Every combination of settings, of which `test` runs pairs: some minutes.
+test-resume: build
+	MULTIPACK_RESUME=all python -m pytest tests/python/test_resume*.py
 
 lint: .venv/requirements.stamp
 	cargo fmt --check
