@@ -8,6 +8,7 @@ are ``torch.ops.multipack``, from the shared library that importing this package
 from importlib import metadata
 
 from multipack._config import Config
+from multipack._flex import flex_block_mask
 from multipack._library import cmake_prefix_path, library_path
 from multipack._plan import Plan, Repeat, label_counts, load_plan, plan
 from multipack._stats import Statistics, Stats
@@ -33,6 +34,7 @@ __all__ = [
     "block_mask",
     "boundaries",
     "cmake_prefix_path",
+    "flex_block_mask",
     "label_counts",
     "library_path",
     "load_plan",
