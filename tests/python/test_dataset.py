@@ -108,6 +108,19 @@ def test_repeats_lose_their_labels_where_samples_have_none() -> None:
     ]
 
 
+def test_a_repeated_pair_loses_the_labels_of_both_sides() -> None:
+    made = [
+        {"chosen_input_ids": [1, 2], "rejected_input_ids": [3]},
+        {"chosen_input_ids": [4], "rejected_input_ids": [5, 6]},
+    ]
+
+    rows = RowDataset(made).__getitems__([[0, Repeat(1)]])
+
+    assert Collator(attention="none", mask_first_label=False)(rows)["labels"].tolist() == [
+        [1, 2, 3, IGNORED, IGNORED, IGNORED]
+    ]
+
+
 # ---- flat buffers ----
 
 

@@ -10,26 +10,31 @@ taking ints apart. `multipack.PackedDataset` avoids both by reading flat buffers
 from __future__ import annotations
 
 import itertools
-from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from multipack import ops
 from multipack._arrays import integer
 from multipack._config import Config, Split, capacity, checked_split, layout, make_config
-
-Sample: TypeAlias = "Mapping[str, Any]"
+from multipack._flex import flex_block_mask
+from multipack._samples import Sample, Samples, offsets_of
 
 IGNORED_LABEL = -100
 
-_ATTENTION = ("none", "bool", "additive", "flash")
-_ATTENTION_TO_COME = ("varlen", "flex", "multipack")
+# How the consumers that read boundaries call them, and the longest segment.
+_BOUNDARIES = {
+    "flash": ("cu_seq_lens_{}", "max_length_{}"),
+    "multipack": ("cu_seq_lens_{}", "max_length_{}"),
+    "varlen": ("cu_seq_{}", "max_{}"),
+}
+_MASKS = ("bool", "additive")
+_ATTENTION = ("none", *_MASKS, "flash", "varlen", "flex", "multipack")
 _MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+_BORDERS = ("cu_seqlens", "cu_seqlens_padded")
+_OUTPUTS = (*_BORDERS, "max_seqlen", "segment_ids", "seq_idx", "shift_labels")
 
 
 class Collator:
@@ -58,6 +63,10 @@ class Collator:
 
             - ``"flash"``: `cu_seq_lens_q`, `cu_seq_lens_k` (int32 (S+1,)), `max_length_q`,
               `max_length_k` (int), as transformers' flash attention takes them;
+            - ``"multipack"``: the same, for ``attn_implementation="multipack"``;
+            - ``"varlen"``: `cu_seq_q`, `cu_seq_k`, `max_q`, `max_k`, as
+              `torch.nn.attention.varlen.varlen_attn` takes them for the flattened rows;
+            - ``"flex"``: `attention_mask`, a `BlockMask` of shape (R, 1, L, L), for FlexAttention;
             - ``"bool"``: `attention_mask`, bool (R, 1, L, L), True where a query may attend, for
               SDPA;
             - ``"additive"``: `attention_mask` (R, 1, L, L) of 0 and the dtype's minimum, for SDPA
@@ -67,7 +76,26 @@ class Collator:
               ``use_cache=False`` and without an `attention_mask`.
         pad_token_id (int): What fills the padding of `input_ids`.
         dtype (torch.dtype): Of an additive mask: float32 (the default), bfloat16 or float16.
-        window (int): Sliding window of a mask: so many keys with the query's own.
+        window (int): Sliding window of a mask, the block mask among them: so many keys with the
+            query's own; where attention is not causal, the keys less than so far away.
+        causal (bool): Whether later tokens are hidden, in the mask and by the model.
+        position_start (int): The position of the first token of each sample; some models number
+            from 2.
+        outputs (Collection[str]): Further tensors to hand out:
+
+            - ``"segment_ids"``: int32 (R, L): 1, 2, … within a row, 0 on padding;
+            - ``"seq_idx"``: int32 (R, L): 0, 1, … within a row, for state-space layers, which start
+              anew where it changes; each segment of padding has a number of its own;
+            - ``"shift_labels"``: int64 (R, L): the label of the next token, -100 at the end of a
+              row, for losses that do not shift and sequences that are split over ranks;
+            - ``"cu_seqlens"``, ``"cu_seqlens_padded"``: int32 (S+1,): where segments begin, by
+              their true lengths and by the slots in memory; they differ where samples are aligned;
+            - ``"max_seqlen"``: int: the longest segment.
+        max_segments (int): Repeat the end of all boundaries until there are so many segments, for
+            CUDA graphs, and give the longest length that a segment may have in place of the longest
+            there is. Then only the tokens differ between batches of rows of one length.
+        cut_tail (bool): Cut the padded tails so that they are no longer than the longest sample of
+            the batch: for rotary embeddings that change with the largest position.
         pad_values (Mapping): What fills the padding of further per-token keys, by key; 0 where not
             given.
         split (str): ``train``, or ``eval`` for batches of an evaluation, which may have another
@@ -75,9 +103,9 @@ class Collator:
         **keys: Settings by name; they override those of `config`.
 
     Raises:
-        TypeError: As for `Config`; if `pad_token_id` or `window` is not an integer.
-        ValueError: As for `Config`; if `attention` is unknown, `window` is less than 1, or `dtype`
-            or `window` have nothing to act on.
+        TypeError: As for `Config`; if a number is not an integer.
+        ValueError: As for `Config`; if `attention` or one of `outputs` is unknown, a number is too
+            small, or an option has nothing to act on or does not go with another.
     """
 
     def __init__(
@@ -88,15 +116,15 @@ class Collator:
         pad_token_id: int = 0,
         dtype: torch.dtype | None = None,
         window: int | None = None,
+        causal: bool = True,
+        position_start: int = 0,
+        outputs: Collection[str] = (),
+        max_segments: int | None = None,
+        cut_tail: bool = False,
         pad_values: Mapping[str, float] | None = None,
         split: Split = "train",
         **keys: Any,
     ) -> None:
-        if attention in _ATTENTION_TO_COME:
-            raise ValueError(
-                f"attention={attention!r} is not part of this version, which has "
-                f"{_names(_ATTENTION)}"
-            )
         if attention not in _ATTENTION:
             raise ValueError(f"attention is {attention!r}, but must be one of {_names(_ATTENTION)}")
         if attention == "additive":
@@ -107,7 +135,7 @@ class Collator:
                 )
         elif dtype is not None:
             raise ValueError(f"dtype is that of an additive mask, but attention is {attention!r}")
-        if window is not None and attention not in ("bool", "additive"):
+        if window is not None and attention not in (*_MASKS, "flex"):
             raise ValueError(
                 f"window limits a mask, but attention={attention!r} makes none; set the window in "
                 "the model"
@@ -123,16 +151,47 @@ class Collator:
         self.pad_token_id = integer("pad_token_id", pad_token_id)
         self.dtype = dtype
         self.window = None if window is None else integer("window", window, least=1)
+        self.causal = causal
+        self.position_start = integer("position_start", position_start, least=0)
+        self.outputs = _checked_outputs(outputs)
+        self.max_segments = max_segments
+        if max_segments is not None:
+            self.max_segments = integer("max_segments", max_segments, least=1)
+            if attention not in _BOUNDARIES and not set(self.outputs).intersection(_BORDERS):
+                raise ValueError(
+                    f"max_segments is the number of segments in boundaries, but "
+                    f"attention={attention!r} has none; ask for outputs=('cu_seqlens',)"
+                )
+        self.cut_tail = cut_tail
         self.pad_values = dict(pad_values or {})
+        for key in ("input_ids", "labels"):
+            if key in self.pad_values:
+                raise ValueError(
+                    f"pad_values has {key!r}, but the padding of input_ids is pad_token_id, and "
+                    f"that of labels is {IGNORED_LABEL}"
+                )
+        if not causal and self.config.align_samples_to > 1 and attention not in _MASKS:
+            raise ValueError(
+                f"align_samples_to {self.config.align_samples_to} leaves padding behind the "
+                f"samples, which they see if attention is not causal and attention={attention!r}; "
+                "use a mask"
+            )
 
     def __call__(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> dict[str, Any]:
         """Collate one microbatch.
 
         A sample is a mapping with `input_ids` and, if it has them, `labels`: lists, one-dimensional
         NumPy arrays or tensors of integers. Without labels every token is supervised. An
-        `attention_mask` of ones is taken and dropped, and so are `position_ids` that count from 0;
-        both are made anew. Further keys with one number for each token are laid out like the
-        tokens; those with one number for each sample are stacked in the order of samples.
+        `attention_mask` of ones is taken and dropped, and so are `position_ids` that count from
+        `position_start`; both are made anew. `loss_weights`, one for each token or one for the
+        sample, become float (R, L), 0 wherever the label is -100, so that their sum is what a
+        weighted loss is divided by. Further keys with one number for each token are laid out like
+        the tokens; those with one number for each sample are stacked in the order of samples.
+
+        A preference pair has `chosen_input_ids` and `rejected_input_ids`, and any key of the
+        above under both prefixes. Both sides lie in the same row, chosen first, so that of the
+        segments of a row those with odd `segment_ids` are chosen; in the padded layout they are a
+        row each. The planner's length of a pair is that of both.
 
         Args:
             batch: Samples, or rows of samples. Samples alone make one row, or, in the padded
@@ -140,52 +199,52 @@ class Collator:
 
         Returns:
             dict[str, Any]: int64 (R, L) `input_ids`, `labels` and `position_ids`; the keys of
-                `attention`; the further keys of the samples. All on the CPU, in memory of their
-                own.
+                `attention` and of `outputs`; the further keys of the samples. All on the CPU, in
+                memory of their own.
 
         Raises:
             TypeError: If a key holds something that cannot be collated; labels that are one number
                 for each sample among it.
             ValueError: If there are no samples, a row is empty, keys of a sample differ in length,
-                only some samples have a key, a sample holds padding, or one is longer than
-                `sequence_len` and not to be truncated.
+                only some samples have a key, a sample holds padding or a key that the collator
+                makes, one is longer than `sequence_len` and not to be truncated, or there are more
+                segments than `max_segments`.
         """
-        samples, row_offsets = join_rows(batch, self.config, self.split)
-        keys = _shared_keys(samples)
-        if "input_ids" not in keys:
-            raise ValueError(f"the samples have no 'input_ids', but {_names(sorted(keys))}")
-        tokens, lengths = _column(samples, "input_ids")
-        labels = None
-        if "labels" in keys:
-            labels = _column_like(samples, "labels", lengths)
-        if "attention_mask" in keys:
-            _check_masks(samples, lengths)
-        if "position_ids" in keys:
-            _check_positions(samples, lengths)
-        offsets = torch.from_numpy(_offsets(lengths))
-        index = torch.arange(len(samples))
-        result = lay_out(
-            self,
-            torch.from_numpy(tokens),
-            offsets,
-            None if labels is None else torch.from_numpy(labels),
-            index,
-            row_offsets,
-        )
-        for key in sorted(keys.difference(_TOKEN_KEYS)):
-            if _is_number(samples[0][key]):
-                result[key] = _stack(samples, key)
-            else:
-                result[key] = ops.pack_values(
-                    torch.from_numpy(_column_like(samples, key, lengths, "iufb")),
-                    offsets,
-                    index,
-                    row_offsets,
-                    row_len=result["input_ids"].shape[1],
-                    max_sample_len=self.config.sequence_len or 0,
-                    align_samples_to=self.config.align_samples_to,
-                    pad=self.pad_values.get(key, 0),
+        items, row_offsets = join_rows(batch, self.config, self.split)
+        samples = Samples(items)
+        samples.check_masks()
+        samples.check_positions(self.position_start)
+        if len(samples.prefixes) == 2:
+            row_offsets = _pair_rows(self, samples, row_offsets)
+        offsets = torch.from_numpy(offsets_of(samples.lengths))
+        index = torch.arange(len(samples.lengths))
+        result = lay_out(self, samples.tokens(), offsets, samples.labels(), index, row_offsets)
+
+        def spread(values: torch.Tensor, padding: float) -> torch.Tensor:
+            return ops.pack_values(
+                values,
+                offsets,
+                index,
+                row_offsets,
+                row_len=result["input_ids"].shape[1],
+                max_sample_len=self.config.sequence_len or 0,
+                align_samples_to=self.config.align_samples_to,
+                pad=padding,
+            )
+
+        for key in (*samples.number_keys, *samples.token_keys):
+            if key in result or key in _OUTPUTS:
+                raise ValueError(
+                    f"the samples have {key!r}, which the collator makes itself: drop the key"
                 )
+        for key in samples.number_keys:
+            result[key] = samples.numbers(key)
+        for key in samples.token_keys:
+            result[key] = spread(samples.values(key), self.pad_values.get(key, 0))
+        weights = samples.loss_weights()
+        if weights is not None:
+            unsupervised = result["labels"] == IGNORED_LABEL
+            result["loss_weights"] = spread(weights, 0).masked_fill_(unsupervised, 0)
         return result
 
 
@@ -221,6 +280,8 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
     else:
         items = list(batch)
         sizes = [len(items)]
+    if not items:
+        raise ValueError("the rows of the microbatch are empty: every row has at least one sample")
     if kind == "padded":
         sizes = [1] * len(items)
     return items, torch.tensor([0, *itertools.accumulate(sizes)])
@@ -240,13 +301,13 @@ def lay_out(
         dict[str, Any]: As from a call of the collator, without further keys.
 
     Raises:
-        ValueError: If a sample is longer than `sequence_len` and not to be truncated, or as for the
-            op.
+        ValueError: If a sample is longer than `sequence_len` and not to be truncated, there are
+            more segments than `max_segments`, or as for the op.
         IndexError: If an index is out of range.
     """
     config = collator.config
-    _check_lengths(offsets, index, config)
-    mask = collator.attention if collator.attention in ("bool", "additive") else "none"
+    longest = _longest_sample(offsets, index, config)
+    mask = collator.attention if collator.attention in _MASKS else "none"
     made = ops.collate(
         tokens,
         offsets,
@@ -254,13 +315,15 @@ def lay_out(
         row_offsets,
         labels=labels,
         row_len=capacity(config, collator.split) if config.pad_to_sequence_len else 0,
-        max_sample_len=config.sequence_len or 0,
+        max_sample_len=longest if collator.cut_tail else config.sequence_len or 0,
         pad_to_multiple_of=config.pad_to_multiple_of,
         align_samples_to=config.align_samples_to,
         pad_token_id=collator.pad_token_id,
+        position_start=collator.position_start,
         mask_first_label=config.mask_first_label,
         padded_tail=config.padded_tail,
         attention_mask=mask,
+        causal=collator.causal,
         window=collator.window,
         mask_dtype=collator.dtype,
     )
@@ -271,190 +334,111 @@ def lay_out(
     }
     if mask != "none":
         batch["attention_mask"] = made.attention_mask
-    elif collator.attention == "flash":
-        # The kernel wants the slots that the tokens lie in, which alignment makes wider.
-        longest = int(made.max_seqlen)
-        if config.align_samples_to > 1:
-            longest = int(made.cu_seqlens_padded.diff().max())
+    elif collator.attention == "flex":
+        batch["attention_mask"] = flex_block_mask(
+            _to_the_end(made.cu_seqlens_padded, made.input_ids.numel()),
+            rows=made.input_ids.shape[0],
+            causal=collator.causal,
+            window=collator.window,
+        )
+    elif collator.attention in _BOUNDARIES:
+        # Kernels want the slots that the tokens lie in, which alignment makes wider.
+        borders = _constant(collator, made.cu_seqlens_padded)
+        most = _longest_segment(collator, made, made.cu_seqlens_padded)
+        borders_name, longest_name = _BOUNDARIES[collator.attention]
         for side in ("q", "k"):
-            batch[f"cu_seq_lens_{side}"] = made.cu_seqlens_padded
-            batch[f"max_length_{side}"] = longest
+            batch[borders_name.format(side)] = borders
+            batch[longest_name.format(side)] = most
+    for name in collator.outputs:
+        batch[name] = _output(name, collator, made)
     return batch
 
 
-def _check_lengths(offsets: torch.Tensor, index: torch.Tensor, config: Config) -> None:
-    """Refuse over-long samples, which the planner leaves out: its lengths were others."""
-    bound = config.sequence_len
-    if bound is None or config.excess_length_strategy == "truncate":
-        return
-    lengths = offsets[index + 1] - offsets[index]
-    if int(lengths.max()) > bound:
-        sample = int((lengths > bound).nonzero()[0])
+def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
+    """Return one of the further outputs."""
+    if name in _BORDERS:
+        return _constant(collator, getattr(made, name))
+    if name == "max_seqlen":
+        return _longest_segment(collator, made, made.cu_seqlens)
+    if name == "shift_labels":
+        return pad(made.labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+    if name == "seq_idx":
+        starts = made.position_ids == collator.position_start
+        return starts.cumsum(1, dtype=torch.int32).sub_(1)
+    return made.segment_ids
+
+
+def _constant(collator: Collator, borders: torch.Tensor) -> torch.Tensor:
+    """Return boundaries of `max_segments` segments, those behind the last without tokens."""
+    most, segments = collator.max_segments, borders.numel() - 1
+    if most is None:
+        return borders
+    if segments > most:
         raise ValueError(
-            f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
-            f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
-            "set excess_length_strategy to truncate"
+            f"the microbatch has {segments} segments, padded tails among them, more than "
+            f"max_segments {most}: raise it, or set sample_packing_bin_size"
         )
+    return torch.cat([borders, borders[-1:].expand(most - segments)])
+
+
+def _longest_segment(collator: Collator, made: ops.Batch, borders: torch.Tensor) -> int:
+    """Return the longest segment, or the longest that there may be where that must not change."""
+    if collator.max_segments is None:
+        return int(made.max_seqlen if borders is made.cu_seqlens else borders.diff().max())
+    row_len, align = made.input_ids.shape[1], collator.config.align_samples_to
+    bound = collator.config.sequence_len or row_len
+    return min(-(-bound // align) * align, row_len)
+
+
+def _to_the_end(borders: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return boundaries that take in the padded tail, which they may have left out."""
+    if int(borders[-1]) == tokens:
+        return borders
+    return torch.cat([borders, borders.new_tensor([tokens])])
+
+
+def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) -> int:
+    """Return the longest sample after truncation, and refuse over-long ones without it.
+
+    The planner leaves them out, so that the lengths that it was given were others.
+    """
+    lengths = offsets[index + 1] - offsets[index]
+    longest, bound = int(lengths.max()), config.sequence_len
+    if bound is None or longest <= bound:
+        return longest
+    if config.excess_length_strategy == "truncate":
+        return bound
+    sample = int((lengths > bound).nonzero()[0])
+    raise ValueError(
+        f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
+        f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
+        "set excess_length_strategy to truncate"
+    )
+
+
+def _pair_rows(collator: Collator, samples: Samples, row_offsets: torch.Tensor) -> torch.Tensor:
+    """Return where rows begin among the sides of pairs, and refuse pairs that are over-long."""
+    bound = collator.config.sequence_len
+    for number, length in enumerate(samples.pair_lengths()):
+        if bound is not None and length > bound:
+            raise ValueError(
+                f"sample {number} is a pair of {length} tokens on both sides together, more than "
+                f"sequence_len {bound}: a pair counts as one sample, and is never truncated"
+            )
+    if layout(collator.config, collator.split) == "padded":
+        return torch.arange(len(samples.lengths) + 1)
+    return row_offsets * 2
+
+
+def _checked_outputs(outputs: Collection[str]) -> tuple[str, ...]:
+    """Return the names of further outputs, each once."""
+    if isinstance(outputs, str):
+        raise TypeError(f"outputs is {outputs!r}, but must be a list of names: [{outputs!r}]")
+    for name in outputs:
+        if name not in _OUTPUTS:
+            raise ValueError(f"outputs has {name!r}, but must be of {_names(_OUTPUTS)}")
+    return tuple(dict.fromkeys(outputs))
 
 
 def _names(names: Sequence[Any]) -> str:
     return ", ".join(str(name) for name in names)
-
-
-def _offsets(lengths: list[int]) -> npt.NDArray[np.int64]:
-    """Where each sample begins: for lengths 3 and 2, [0, 3, 5]."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _shared_keys(samples: list[Any]) -> frozenset[str]:
-    """Return the keys, which all samples must have."""
-    for number, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
-            raise TypeError(
-                f"sample {number} is a {type(sample).__name__}, but a sample is a mapping with "
-                "'input_ids'"
-            )
-    keys = frozenset(samples[0])
-    for number, sample in enumerate(samples):
-        if sample.keys() != keys:
-            key = min(keys.symmetric_difference(sample))
-            has, lacks = (number, 0) if key in sample else (0, number)
-            raise ValueError(
-                f"sample {lacks} has no '{key}', but sample {has} has: give it to all samples, or "
-                "to none"
-            )
-    return keys
-
-
-def _column(
-    samples: list[Sample], key: str, kinds: str = "iu"
-) -> tuple[npt.NDArray[Any], list[int]]:
-    """Join what the samples hold under a key, and return the length of each."""
-    parts = [token_array(sample[key], key, number, kinds) for number, sample in enumerate(samples)]
-    return np.concatenate(parts), [len(part) for part in parts]
-
-
-def _column_like(
-    samples: list[Sample], key: str, lengths: list[int], kinds: str = "iu"
-) -> npt.NDArray[Any]:
-    """Join what the samples hold under a key, which must be one number for each token."""
-    joined, found = _column(samples, key, kinds)
-    if found != lengths:
-        sample = next(i for i, length in enumerate(lengths) if found[i] != length)
-        raise ValueError(
-            f"sample {sample} has {lengths[sample]} input_ids but {found[sample]} {key}: "
-            "give one for each token"
-        )
-    return joined
-
-
-def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
-    """Return what a sample holds under a key, one number for each token, for NumPy to join.
-
-    Args:
-        values: A list, an array or a tensor.
-        key (str): The key, for errors.
-        sample (int): The sample's number, for errors.
-        kinds (str): The NumPy kinds that are allowed.
-
-    Returns:
-        array.array | np.ndarray: One-dimensional; integers are int32 or int64.
-
-    Raises:
-        TypeError: If it is something else.
-    """
-    if isinstance(values, list):
-        try:
-            # 24 ns a token on lists of about 100 ints; np.asarray takes 31, torch.tensor 118.
-            buffer = array("q")
-            buffer.fromlist(values)
-            return buffer
-        except (TypeError, OverflowError):
-            pass  # not all are ints of 64 bits: what they are is NumPy's to find out
-    if isinstance(values, torch.Tensor):
-        try:
-            values = values.numpy()
-        except (TypeError, RuntimeError):  # another device, a dtype unknown to NumPy, a gradient
-            raise TypeError(
-                f"{key} of sample {sample} is a {values.dtype} tensor on {values.device}, but "
-                "samples are collated on the CPU, without gradients, from dtypes that NumPy has; "
-                "convert it, and move the finished batch"
-            ) from None
-    try:
-        part = np.asarray(values)
-    except ValueError:  # nested lists of unequal lengths
-        part = np.empty(0, object)
-    if part.ndim != 1 and part.dtype.kind in kinds:
-        wanted = f"one number for each token, of shape ({part.shape[-1] if part.ndim else 'L'},)"
-        raise TypeError(f"{key} of sample {sample} has shape {part.shape}, but must be {wanted}")
-    if part.dtype.kind not in kinds and (part.size > 0 or part.dtype == object):
-        kind = "integers" if kinds == "iu" else "numbers, one for each token or one for the sample"
-        found = type(values).__name__
-        if isinstance(values, np.ndarray):
-            found = f"an array of {part.dtype}"
-        raise TypeError(
-            f"{key} of sample {sample} is {found}, but must hold {kind}; drop the key if no model "
-            "takes it"
-        )
-    if part.dtype.kind in "iu" or part.size == 0:
-        return part if part.dtype == np.int32 else part.astype(np.int64, copy=False)
-    return part.astype(np.float32) if isinstance(values, list) and part.dtype.kind == "f" else part
-
-
-def _check_masks(samples: list[Sample], lengths: list[int]) -> None:
-    """Refuse padding in samples, which would be trained on."""
-    masks = [sample["attention_mask"] for sample in samples]
-    # Counting takes a fifth of joining, which is left to find out what is wrong.
-    if all(
-        isinstance(mask, list) and len(mask) == mask.count(1) == length
-        for mask, length in zip(masks, lengths, strict=True)
-    ):
-        return
-    joined = _column_like(samples, "attention_mask", lengths, "iub")
-    if not (joined == 1).all():
-        sample, token = _place(int(np.argmax(joined != 1)), lengths)
-        raise ValueError(
-            f"sample {sample} has attention_mask 0 at token {token}, but samples come without "
-            "padding: tokenise with padding=False, or cut the padding off"
-        )
-
-
-def _check_positions(samples: list[Sample], lengths: list[int]) -> None:
-    """Refuse positions that are not those that the batch will have."""
-    positions = _column_like(samples, "position_ids", lengths)
-    expected = np.arange(len(positions)) - np.repeat(_offsets(lengths)[:-1], lengths)
-    if not np.array_equal(positions, expected):
-        place = int(np.argmax(positions != expected))
-        sample, token = _place(place, lengths)
-        raise ValueError(
-            f"sample {sample} has position_ids {positions[place]} at token {token}, but positions "
-            "are made anew and count from 0: drop the key"
-        )
-
-
-def _place(token: int, lengths: list[int]) -> tuple[int, int]:
-    """Return which sample a token of the joined samples is in, and where in it."""
-    offsets = _offsets(lengths)
-    sample = int(np.searchsorted(offsets, token, side="right")) - 1
-    return sample, token - int(offsets[sample])
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is one number, of Python, NumPy or torch."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return value.ndim == 0 and (isinstance(value, torch.Tensor) or value.dtype.kind in "biuf")
-    return isinstance(value, int | float)
-
-
-def _stack(samples: list[Sample], key: str) -> torch.Tensor:
-    """Return one number for each sample, as torch makes them of Python numbers."""
-    values = [sample[key] for sample in samples]
-    for number, value in enumerate(values):
-        if not _is_number(value):
-            raise TypeError(
-                f"{key} of sample {number} is {type(value).__name__}, but sample 0 has one number "
-                "there"
-            )
-    return torch.tensor([value.item() if hasattr(value, "item") else value for value in values])

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from multipack._arrays import Integers, int64_tensor, token_tensor
 from multipack._config import Config
 from multipack._plan import Repeat, count_labels
+from multipack._samples import PAIR
 from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out
 
 
@@ -339,17 +340,20 @@ def _with_repeats_masked(flat: list[int], samples: list[Any]) -> list[Any]:
     Where no sample has labels, which are the tokens then, all get them, because a batch may not
     have both. Where only some have, the others stay as they are, for the collator to refuse.
     """
-    labelled = any("labels" in sample for sample in samples)
+    prefixes = PAIR if any("chosen_input_ids" in sample for sample in samples) else ("",)
+    labelled = any(prefix + "labels" in sample for sample in samples for prefix in prefixes)
     masked = []
     for index, sample in zip(flat, samples, strict=True):
-        if "input_ids" not in sample:
-            masked.append(sample)
-        elif isinstance(index, Repeat):
-            masked.append({**sample, "labels": [IGNORED_LABEL] * len(sample["input_ids"])})
-        elif labelled:
-            masked.append(sample)
-        else:
-            masked.append({**sample, "labels": sample["input_ids"]})
+        labels = {}
+        for prefix in prefixes:
+            if prefix + "input_ids" not in sample:
+                continue  # for the collator to refuse
+            tokens = sample[prefix + "input_ids"]
+            if isinstance(index, Repeat):
+                labels[prefix + "labels"] = [IGNORED_LABEL] * len(tokens)
+            elif not labelled:
+                labels[prefix + "labels"] = tokens
+        masked.append({**sample, **labels})
     return masked
 
 

@@ -35,9 +35,10 @@ from multipack._arrays import integer
 from multipack._config import Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
 from multipack._processes import warn_if_alone
+from multipack._samples import token_array
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
 from multipack._stats import NO_SAMPLES, Tally
-from multipack.collate import Collator, token_array
+from multipack.collate import Collator
 from multipack.dataset import RowDataset
 
 _VERSION = 1
