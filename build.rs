@@ -22,8 +22,21 @@ mod torch {
     use std::env;
     use std::path::{Path, PathBuf};
 
-    const SOURCES: [&str; 3] = ["cpp/schemas.cpp", "cpp/kernels.cpp", "cpp/block_mask.cpp"];
-    const HEADERS: [&str; 3] = ["cpp/check.h", "cpp/library.h", "cpp/tensor.h"];
+    const SOURCES: [&str; 7] = [
+        "cpp/schemas.cpp",
+        "cpp/kernels.cpp",
+        "cpp/block_mask.cpp",
+        "cpp/attention.cpp",
+        "cpp/attention_cpu.cpp",
+        "cpp/attention_cuda.cpp",
+        "cpp/attention_portable.cpp",
+    ];
+    const HEADERS: [&str; 4] = [
+        "cpp/attention.h",
+        "cpp/check.h",
+        "cpp/library.h",
+        "cpp/tensor.h",
+    ];
 
     pub fn build() -> Result<(), String> {
         for file in SOURCES.iter().chain(&HEADERS) {

@@ -71,6 +71,21 @@ TORCH_LIBRARY_FRAGMENT(multipack, m) {
       "block_mask(Tensor segment_ids, *, bool causal=True, int? window=None, "
       "ScalarType? dtype=None) -> Tensor");
   m.def("boundaries(Tensor position_ids) -> Tensor");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, *, SymInt? max_seqlen=None, "
+      "bool causal=True, int? window=None, float? scale=None, float dropout_p=0.0) -> Tensor",
+      {at::Tag::nondeterministic_seeded});
+  // The two halves of attention: see attention.cpp.
+  m.def(
+      "_attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt? max_seqlen, "
+      "bool causal, int? window, float? scale, float dropout_p) -> (Tensor out, "
+      "Tensor logsumexp, Tensor random)",
+      {at::Tag::nondeterministic_seeded});
+  m.def(
+      "_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor logsumexp, Tensor random, Tensor cu_seqlens, SymInt? max_seqlen, bool causal, "
+      "int? window, float? scale, float dropout_p) -> (Tensor grad_q, Tensor grad_k, "
+      "Tensor grad_v)");
 }
 
 } // namespace multipack

@@ -2,6 +2,9 @@
 // uses the ops. Exits with the number of the first check that fails.
 #include <multipack/multipack.h>
 
+#include <ATen/ops/allclose.h>
+#include <ATen/ops/rand.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/jit/serialization/import.h>
 
@@ -59,6 +62,21 @@ int main(int count, char** arguments) {
       "pack_values");
   check(
       multipack::label_counts(tokens, offsets).counts.equal(ints({2, 1})), "label_counts");
+
+  // Heads of size 4; the mask form wants heads first.
+  const at::Tensor q = at::rand({8, 2, 4});
+  at::Tensor k = at::rand({8, 1, 4}).requires_grad_();
+  multipack::AttentionOptions look;
+  look.max_seqlen = batch.max_seqlen.item<int32_t>();
+  look.window = 2;
+  const at::Tensor last = ints({1, 1, 1, 2, 2, 2, 2, 2}); // the padding is the last sample's here
+  const at::Tensor seen = multipack::attention(q, k, k, batch.cu_seqlens, look);
+  const at::Tensor keys = k.expand({8, 2, 4}).transpose(0, 1);
+  const at::Tensor masked = at::scaled_dot_product_attention(
+      q.transpose(0, 1), keys, keys, multipack::block_mask(last, true, 2).squeeze(0));
+  check(at::allclose(seen, masked.transpose(0, 1)), "attention");
+  seen.sum().backward();
+  check(k.grad().sizes() == k.sizes(), "the gradient of attention");
 
   const multipack::Plan plan =
       multipack::plan(ints({3, 2, 9}), std::nullopt, std::nullopt, "{\"sequence_len\": 8}");

@@ -14,7 +14,7 @@ from multipack._plan import Plan, Repeat, label_counts, load_plan, plan
 from multipack._stats import Statistics, Stats
 from multipack.collate import Collator
 from multipack.dataset import PackedDataset, RowDataset
-from multipack.ops import block_mask, boundaries
+from multipack.ops import attention, block_mask, boundaries
 from multipack.sampler import MultipackBatchSampler
 from multipack.streaming import StreamingMultipack
 
@@ -31,6 +31,7 @@ __all__ = [
     "Statistics",
     "Stats",
     "StreamingMultipack",
+    "attention",
     "block_mask",
     "boundaries",
     "cmake_prefix_path",

@@ -191,3 +191,47 @@ def _block_mask(
 def _boundaries(position_ids: Tensor) -> Tensor:
     _on_cpu("boundaries", position_ids=position_ids)
     return position_ids.new_empty(_dynamic_size(1), dtype=torch.int32)
+
+
+@_shape_of("attention")
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: Size | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@_shape_of("_attention_forward")
+def _attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Size | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    arithmetic = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        q.new_empty(q.shape),
+        q.new_empty((heads, tokens), dtype=arithmetic),
+        q.new_empty(2 if dropout_p > 0 else 0, dtype=torch.int64),
+    )
+
+
+@_shape_of("_attention_backward")
+def _attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -6,10 +6,11 @@ C++ programs call directly. They work on flat data: sample ``i`` is
 ``index[row_offsets[r]:row_offsets[r + 1]]``. `Collator` and `PackedDataset` are the comfortable way
 to the same tensors.
 
-Arguments are CPU tensors, contiguous or not; only `block_mask` works on any device. Lengths,
-offsets and indices may have any integer dtype, token ids and labels are int32 or int64. Results are
-new tensors that share no memory with the arguments. The number of threads is torch's, or the
-environment variable ``MULTIPACK_NUM_THREADS`` where that is less; it changes no result.
+Arguments are CPU tensors, contiguous or not; only `attention` and `block_mask` work on any device.
+Lengths, offsets and indices may have any integer dtype, token ids and labels are int32 or int64.
+Results are new tensors that share no memory with the arguments. The number of threads is torch's,
+or the environment variable ``MULTIPACK_NUM_THREADS`` where that is less (which `attention` does not
+read); it changes no result.
 
 Every function raises TypeError for a wrong dtype, ValueError for a wrong shape, device or value,
 IndexError for an index out of range, each with a sentence that names the argument, what was found
@@ -443,3 +444,70 @@ def boundaries(position_ids: Tensor) -> Tensor:
     """
     borders: Tensor = _ops.boundaries.default(position_ids)
     return borders
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int | SymInt | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attend within the segments of packed rows, exactly and without a mask.
+
+    What `torch.nn.functional.scaled_dot_product_attention` gives with the mask of `block_mask`, for
+    the sum of length² instead of T², and in memory that grows with T. With borders [0, 3, 5], token
+    4 sees tokens 3 and 4, and token 2 sees 0, 1 and 2.
+
+    On the CPU a fused kernel runs over segments, heads and blocks of queries; half precision is
+    computed in float32. On CUDA the varlen kernels that torch ships do the work. Elsewhere, and
+    for what those kernels do not take (float64, a window that reaches both ways), torch's own
+    operations do, a block of queries at a time.
+
+    It is differentiable once; asking for a second derivative is an error. Under autocast it runs
+    in the lower precision.
+
+    Args:
+        q (Tensor): (T, H, D) float32, bfloat16, float16 or float64: the flattened tokens of all
+            rows.
+        k (Tensor): (T, H_kv, D); H is a multiple of H_kv, and query head h uses key head
+            h // (H / H_kv).
+        v (Tensor): As `k`.
+        cu_seqlens (Tensor): (S + 1,) int32 or int64 borders from 0 to at most T, not falling: a
+            segment may be empty, and tokens after the last border are in none. They see nothing;
+            their output and gradients are 0. On the device of `q`, or on the CPU.
+        max_seqlen (int | SymInt | None): The longest segment, or more. On CUDA it saves a wait for
+            the device in every layer, and is trusted there, as the borders then are: too small a
+            number gives wrong results.
+        causal (bool): Whether later keys are hidden.
+        window (int | None): Where `causal`, a query sees so many keys, itself among them; otherwise
+            the keys less than so far away on either side. None: no limit.
+        scale (float | None): What scores are multiplied by. None: 1 / sqrt(D).
+        dropout_p (float): The chance that a weight is dropped, drawn from torch's generator.
+
+    Returns:
+        Tensor: (T, H, D), contiguous, like `q`.
+
+    Raises:
+        ValueError: If shapes or devices do not fit, if the borders do not start at 0, fall or go
+            beyond T, if a segment is longer than `max_seqlen`, or if a number is out of range.
+        TypeError: If dtypes differ or are none of those named, or if a tensor is sparse.
+        NotImplementedError: If a second derivative is asked for.
+    """
+    out: Tensor = _ops.attention.default(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen=max_seqlen,
+        causal=causal,
+        window=window,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
+    return out

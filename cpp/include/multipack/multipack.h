@@ -15,7 +15,7 @@
 // The comments below are a short form of multipack/ops.py, which has every option, shape and error.
 // Sample i is tokens[offsets[i] .. offsets[i + 1]], and row r of a batch holds the samples
 // index[row_offsets[r] .. row_offsets[r + 1]]. Arguments are CPU tensors, contiguous or not; only
-// block_mask takes others. Token ids and labels are int32 or int64, lengths, offsets and indices
+// block_mask and attention take others. Token ids and labels are int32 or int64, lengths, offsets and indices
 // any integer dtype. Letters in shapes: N samples in all, T tokens of theirs, M samples of a batch,
 // R rows of L tokens, S segments.
 //
@@ -27,6 +27,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Scalar.h>
+#include <c10/core/SymInt.h>
 
 #include <cstdint>
 #include <optional>
@@ -332,6 +333,47 @@ inline at::Tensor block_mask(
 inline at::Tensor boundaries(const at::Tensor& position_ids) {
   static const auto op = detail::find<at::Tensor(const at::Tensor&)>("multipack::boundaries");
   return op.call(position_ids);
+}
+
+// How attention looks; with the defaults of the schema.
+struct AttentionOptions {
+  // The longest segment or more: on CUDA it saves a wait for the device, and is trusted.
+  std::optional<c10::SymInt> max_seqlen = std::nullopt;
+  bool causal = true;
+  std::optional<std::int64_t> window = std::nullopt; // see block_mask
+  std::optional<double> scale = std::nullopt; // 1 / sqrt(D)
+  double dropout_p = 0;
+};
+
+// Exact attention of q, (T, H, D), to k and v, (T, H_kv, D), within the segments that cu_seqlens
+// borders, on their device and without a mask. Tokens after the last border give zeros.
+// Differentiable once.
+inline at::Tensor attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const at::Tensor& cu_seqlens,
+    const AttentionOptions& options = {}) {
+  static const auto op = detail::find<at::Tensor(
+      const at::Tensor&,
+      const at::Tensor&,
+      const at::Tensor&,
+      const at::Tensor&,
+      std::optional<c10::SymInt>,
+      bool,
+      std::optional<std::int64_t>,
+      std::optional<double>,
+      double)>("multipack::attention");
+  return op.call(
+      q,
+      k,
+      v,
+      cu_seqlens,
+      options.max_seqlen,
+      options.causal,
+      options.window,
+      options.scale,
+      options.dropout_p);
 }
 
 } // namespace multipack
