@@ -1,7 +1,7 @@
-"""Runs work in several processes at once: the ranks of a process group, or any others.
+"""Runs work in several processes at once: the ranks of a process group, or one that may be killed.
 
 Starting Python and importing torch takes seconds, so the processes are forked from one that has
-done so and nothing else: a fork server. It runs no threads, so the forks are safe.
+done so and nothing else, a fork server. It runs no threads, so the forks are safe.
 """
 
 from __future__ import annotations
@@ -20,68 +20,95 @@ import torch.distributed as dist
 
 SECONDS = 120
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["multipack", "multipack.integrations", "datasets", "processes"])
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["multipack.integrations", "torch._dynamo", "transformers.models.llama.modeling_llama"]
+)
 
 
-def run_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
-    """Return ``work(rank, *arguments)`` of each rank of one gloo group.
+class Running:
+    """Processes that each run ``work(rank, *arguments)``; several form a gloo group.
 
-    Raises:
-        AssertionError: If a rank fails, or one takes too long, as when it waits for the others.
+    As a context it leaves no process behind.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        return run_processes(
-            [(_in_group, (store, ranks, rank, work, arguments)) for rank in range(ranks)]
-        )
 
+    def __init__(self, work: Callable[..., Any], count: int, *arguments: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = None if count == 1 else Path(self._folder.name, "store").as_uri()
+        self._processes = []
+        for rank in range(count):
+            here, there = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_report, args=(there, store, rank, count, work, arguments)
+            )
+            process.start()
+            there.close()
+            self._processes.append((process, here))
 
-def run_processes(works: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """Return what each function returns for its arguments, run in a process of its own.
+    def __enter__(self) -> Running:
+        return self
 
-    Raises:
-        AssertionError: If one fails or takes too long.
-    """
-    running = []
-    for work, arguments in works:
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_report, args=(there, work, arguments))
-        process.start()
-        there.close()
-        running.append((process, here))
-    try:
-        results = []
-        for number, (_, here) in enumerate(running):
-            assert wait([here], SECONDS), f"process {number} of {len(works)} hangs"
-            good, result = here.recv()
-            assert good, f"process {number} of {len(works)} failed:\n{result}"
-            results.append(result)
-        for process, _ in running:
-            process.join(SECONDS)
-        assert [process.exitcode for process, _ in running] == [0] * len(works)
-        return results
-    finally:
-        for process, here in running:
-            process.kill()
-            process.join()
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for _, here in self._processes:
             here.close()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """Send SIGKILL to all of them."""
+        for process, _ in self._processes:
+            process.kill()
+        for process, _ in self._processes:
+            process.join()
+
+    def alive(self) -> bool:
+        """Whether all of them are running."""
+        return all(process.is_alive() for process, _ in self._processes)
+
+    def results(self) -> list[Any]:
+        """Wait for the end; return what each returned.
+
+        Raises:
+            AssertionError: If one fails, or takes too long, as when it waits for the others.
+        """
+        left = {here: rank for rank, (_, here) in enumerate(self._processes)}
+        results = [None] * len(left)
+        while left:
+            ready = wait(left, SECONDS)
+            assert ready, f"ranks {sorted(left.values())} of {len(results)} hang"
+            for here in ready:
+                rank = left.pop(here)
+                good, results[rank] = here.recv()
+                assert good, f"rank {rank} of {len(results)} failed:\n{results[rank]}"
+        for process, _ in self._processes:
+            process.join(SECONDS)
+            assert process.exitcode == 0
+        return results
 
 
-def _report(there: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def run(work: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """Return ``work(rank, *arguments)`` of each of `count` processes, as `Running` starts them."""
+    with Running(work, count, *arguments) as running:
+        return running.results()
+
+
+def _report(
+    there: Connection,
+    store: str | None,
+    rank: int,
+    count: int,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    # What a program on Linux has, and a process of the fork server has not.
+    multiprocessing.set_start_method("fork", force=True)
+    if store is not None:
+        os.environ["WORLD_SIZE"], os.environ["RANK"] = str(count), str(rank)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
     try:
-        there.send((True, work(*arguments)))
+        there.send((True, work(rank, *arguments)))
     except BaseException:
         there.send((False, traceback.format_exc()))
-
-
-def _in_group(
-    store: str, ranks: int, rank: int, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
-    torch.set_num_threads(1)
-    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(ranks), str(rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    try:
-        return work(rank, *arguments)
-    finally:
+    if store is not None:
         dist.destroy_process_group()

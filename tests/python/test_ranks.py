@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from processes import run_ranks
+from processes import run
 
 from multipack import Collator, MultipackBatchSampler, StreamingMultipack, plan
 from multipack.integrations import check_ranks
@@ -132,7 +132,7 @@ def check_all(rank: int) -> dict[str, str | None]:
 @pytest.fixture(scope="module")
 def errors() -> list[dict[str, str | None]]:
     """Check all cases in one start of the processes."""
-    return run_ranks(check_all, RANKS)
+    return run(check_all, RANKS)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -163,7 +163,7 @@ def check_within(rank: int) -> str | None:
 def test_groups_are_checked_alone_or_together() -> None:
     text = f"the ranks do not agree: data_seed: 1 on ranks 2 and 3, but 0 on ranks 0 and 1; {SAME}"
 
-    assert run_ranks(check_within, 4) == [text] * 4
+    assert run(check_within, 4) == [text] * 4
 
 
 def test_many_ranks_are_named_by_their_runs() -> None:
