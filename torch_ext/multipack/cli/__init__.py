@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import multipack
 
-from . import demo, plan
+from . import demo, plan, report
 from ._errors import CliError
 
-COMMANDS = {"demo": demo, "plan": plan}
+COMMANDS = {"demo": demo, "plan": plan, "report": report}
 
 
 class _Parser(argparse.ArgumentParser):

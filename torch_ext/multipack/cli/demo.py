@@ -202,9 +202,12 @@ def _draw(args: argparse.Namespace, learned: Tokens, loaders: dict[str, Loader])
     """Writes the picture; before training, so that a path that does not work is told at once."""
     from . import rows_plot
 
-    panels = [rows_plot.Panel(name, _rows(learned, loader)) for name, loader in loaders.items()]
+    panels = [
+        rows_plot.Panel(name, _rows(learned, loader), args.sequence_len)
+        for name, loader in loaders.items()
+    ]
     try:
-        rows_plot.draw("How the rows of a batch are filled", panels, args.sequence_len, args.output)
+        rows_plot.draw("How the rows of a batch are filled", panels, args.output)
     except OSError as error:
         raise CliError(f"cannot write {args.output}: {error.strerror or error}") from error
     print(f"picture of the first microbatches: {args.output}")

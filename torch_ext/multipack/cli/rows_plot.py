@@ -1,8 +1,7 @@
 """A picture of how rows are filled: samples as bars, supervised tokens darker, padding hatched.
 
-One panel per layout, one line per row, microbatches set apart by a gap, all panels on the same
-scale of tokens. Costs about a second; meant for some dozens of rows in all, beyond which a line is
-too thin to read.
+One panel per layout, one line per row, microbatches set apart by a gap. Costs about a second; meant
+for some dozens of rows in all, beyond which a line is too thin to read.
 """
 
 from __future__ import annotations
@@ -62,36 +61,50 @@ class Panel(NamedTuple):
 
     name: str
     microbatches: list[list[Row]]
+    capacity: int
+    """Tokens that a row may hold: the end of the scale."""
 
 
-def draw(title: str, panels: list[Panel], sequence_len: int, path: Path) -> None:
+def draw(title: str, panels: list[Panel], path: Path) -> None:
     """Writes the picture as a PNG; makes the folder if there is none.
 
     Raises:
         OSError: the file cannot be written.
     """
+    picture = figure(panels, width=12)
+    picture.suptitle(title, fontsize=13, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, format="png", dpi=130)
+
+
+def figure(panels: list[Panel], width: float) -> Figure:
+    """The picture, as high as its rows want it.
+
+    Args:
+        panels: one below the other.
+        width: in inches; below 8 there is no room for what each microbatch holds, in numbers.
+    """
+    is_wide = width >= 8
     heights = [_height(panel) for panel in panels]
-    figure = Figure(figsize=(12, 1.6 + 0.13 * sum(heights) + 0.6 * len(panels)), dpi=130)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.12)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)
+    made = Figure(figsize=(width, 1.6 + 0.13 * sum(heights) + 0.6 * len(panels)))
+    FigureCanvasAgg(made)
+    made.set_layout_engine("constrained", h_pad=0.08, w_pad=0.12 if is_wide else 0.04)
+    all_axes = made.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     for axes, panel in zip(all_axes[:, 0], panels, strict=True):
-        _draw_panel(axes, panel, sequence_len)
+        _draw_panel(axes, panel, is_wide)
     all_axes[-1, 0].set_xlabel("position in the row, in tokens")
     light, dark = _SHADES[0]
-    figure.legend(
+    made.legend(
         handles=[
             Patch(facecolor=light, label="a sample (each its own bar)"),
             Patch(facecolor=dark, label="its supervised tokens"),
             Patch(**_PADDING, label="padding"),
         ],
         loc="outside lower center",
-        ncols=3,
+        ncols=3 if is_wide else 1,
         frameon=False,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    return made
 
 
 def _height(panel: Panel) -> float:
@@ -99,7 +112,7 @@ def _height(panel: Panel) -> float:
     return rows + _GAP * (len(panel.microbatches) - 1)
 
 
-def _draw_panel(axes: Axes, panel: Panel, sequence_len: int) -> None:
+def _draw_panel(axes: Axes, panel: Panel, is_wide: bool) -> None:
     top = 0.0
     middles = []
     for rows in panel.microbatches:
@@ -112,21 +125,26 @@ def _draw_panel(axes: Axes, panel: Panel, sequence_len: int) -> None:
                 axes.broken_barh([(start, len(sample))], y, facecolor=light)
                 axes.broken_barh(spans(sample, start), y, facecolor=dark)
                 # A thin white line parts neighbours of any colour.
-                axes.vlines(start, y[0], y[0] + _BAR, color="white", linewidth=0.8)
+                border = 0.8 if is_wide else 0.3
+                axes.vlines(start, y[0], y[0] + _BAR, color="white", linewidth=border)
                 start += len(sample)
             axes.broken_barh([(start, row.width - start)], y, **_PADDING)
         middles.append(top + len(rows) / 2)
-        axes.text(
-            sequence_len * 1.01, middles[-1], _counts(rows), va="center", fontsize=8, clip_on=False
-        )
+        if is_wide:
+            right = panel.capacity * 1.01
+            axes.text(right, middles[-1], _counts(rows), va="center", fontsize=8, clip_on=False)
         top += len(rows) + _GAP
     axes.set_ylim(_height(panel), 0)
-    axes.set_xlim(0, sequence_len)
-    axes.set_yticks(middles, [f"microbatch {k + 1}" for k in range(len(middles))])
+    axes.set_xlim(0, panel.capacity)
+    numbers = range(1, len(middles) + 1)
+    axes.set_yticks(middles, [f"microbatch {k}" if is_wide else f"{k}" for k in numbers])
+    if not is_wide:
+        axes.set_ylabel("microbatch")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     everything = [row for rows in panel.microbatches for row in rows]
-    axes.set_title(f"{panel.name}: {_summary(everything)}", loc="left", fontsize=10)
+    title = f"{panel.name}: {_summary(everything)}"
+    axes.set_title(title if is_wide else title.replace("; ", "\n"), loc="left", fontsize=10)
 
 
 def spans(supervised: npt.NDArray[np.bool_], start: int) -> list[tuple[int, int]]:

@@ -1,0 +1,89 @@
+"""The settings as options of a command: one option for each key of `multipack.Config`.
+
+Names, defaults and help come from the dataclass, so that a new key is an option at once; what is
+right for it is for `Config` to say. An option is spelt with dashes or as the key is
+(``--sequence-len``, ``--sequence_len``). Bools are ``--balance-labels`` and
+``--no-balance-labels``; any other value is read as YAML would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multipack import Config
+
+from ._errors import CliError
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config`` and an option for each key."""
+    group = parser.add_argument_group(
+        "settings", "The keys of multipack.Config; options override the file."
+    )
+    group.add_argument("--config", type=Path, metavar="FILE.yml", help="settings and nothing else")
+    kinds = typing.get_type_hints(Config)
+    texts = _docs()
+    for field in dataclasses.fields(Config):
+        spelt = dict.fromkeys([field.name.replace("_", "-"), field.name])
+        names = [f"--{name}" for name in spelt]
+        default = "none" if field.default is None else str(field.default).lower()
+        text = f"{texts[field.name]} [{default}]".replace("%", "%%")
+        if bool in (kinds[field.name], *typing.get_args(kinds[field.name])):
+            group.add_argument(
+                *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+            )
+        else:
+            group.add_argument(
+                *names, type=value_of, default=argparse.SUPPRESS, metavar="VALUE", help=text
+            )
+
+
+def read_settings(args: argparse.Namespace) -> Config:
+    """The settings of the file, overridden by the options.
+
+    Raises:
+        CliError: The file cannot be read, or settings are refused.
+    """
+    names = [field.name for field in dataclasses.fields(Config)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    try:
+        config = Config() if args.config is None else Config.from_yaml(args.config)
+        return config.replace(**given)
+    except OSError as error:
+        raise CliError(f"{args.config}: {error.strerror or error}") from error
+    except (TypeError, ValueError) as error:
+        raise CliError(str(error)) from error
+
+
+def value_of(text: str) -> Any:
+    """Reads a value as YAML would, so that 8, true and null are what they seem."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _docs() -> dict[str, str]:
+    """The docstring below each field, which Python itself does not keep."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Config)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for field, text in itertools.pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            docs[field.target.id] = " ".join(str(text.value.value).replace("`", "").split())
+    return docs
