@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import multipack
 from multipack.cli import main
@@ -61,6 +64,303 @@ def test_show_prints_what_make_has_printed(
     shown = capsys.readouterr().out
     assert printed.startswith(shown)
     assert str(plan.stats) in shown
+
+
+# The figure of the description that this library was built from: a context of 16, batches of four.
+FIGURE = [11, 6, 7, 4, 8, 5, 3, 4, 3, 4, 5, 3]
+
+DRAWN = """\
+microbatch 0 of rank 0: 12 samples; a letter is a sample, X is padding, a character is 1 tokens
+
+padded, 4 at a time:
+
+   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5
+[[ A A A A A A A A A A A ]
+ [ B B B B B B X X X X X ]
+ [ C C C C C C C X X X X ]
+ [ D D D D X X X X X X X ]]
+
+[[ E E E E E E E E ]
+ [ F F F F F X X X ]
+ [ G G G X X X X X ]
+ [ H H H H X X X X ]]
+
+[[ I I I X X ]
+ [ J J J J X ]
+ [ K K K K K ]
+ [ L L L X X ]]
+
+packed:
+
+   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5
+[[ A A A A A A A A A A A B B B B B
+   B C C C C C C C D D D D E E E E
+   E E E E F F F F F G G G H H H H
+   I I I J J J J K K K K K L L L X ]]
+
+cu_seqlens: 0 11 17 24 28 36 41 44 48 51 55 60 64
+
+samples and their tokens: A 0 (11), B 1 (6), C 2 (7), D 3 (4), E 4 (8), F 5 (5), G 6 (3), H 7 (4), I
+8 (3), J 9 (4), K 10 (5), L 11 (3)
+"""
+
+
+def drawn(lengths: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What `plan show` draws after the statistics."""
+    capsys.readouterr()
+    assert main(["plan", "show", str(lengths.with_name("epoch.plan")), str(lengths), *options]) == 0
+    return capsys.readouterr().out.partition("\n\n")[2]
+
+
+def test_show_draws_a_microbatch_padded_and_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", FIGURE)
+    keys = {
+        "sequence_len": 16,
+        "micro_batch_size": 4,
+        "sample_packing_sequentially": "true",
+        "pad_to_sequence_len": "true",
+        "padded_tail": "last",
+    }
+    made(tmp_path / "lengths.npy", "--set", *(f"{key}={value}" for key, value in keys.items()))
+
+    assert drawn(tmp_path / "lengths.npy", capsys) == DRAWN
+
+
+@pytest.mark.parametrize(
+    ("settings", "picture"),
+    [
+        (
+            ["multipack_real_batches=true", "sample_packing_sequentially=true"],
+            "packed:\n\n   0 1 2 3 4 5 6 7\n"
+            "[[ A A A B B B B B ]\n [ C C D D D D D D ]]\n\ncu_seqlens: 0 3 8 10 16\n",
+        ),
+        (
+            ["sample_packing=false", "batch_flattening=true", "sample_packing_sequentially=true"],
+            "flattened:\n\n   0 1 2 3 4 5 6 7\n[[ A A A B B B B B ]]\n\ncu_seqlens: 0 3 8\n",
+        ),
+        (
+            ["sample_packing=false", "sample_packing_sequentially=true", "pad_to_multiple_of=4"],
+            "padded, 2 at a time:\n\n   0 1 2 3 4 5 6 7\n"
+            "[[ A A A X X X X X ]\n [ B B B B B X X X ]]\n\nsamples and their tokens: ",
+        ),
+        (
+            ["align_samples_to=4", "sample_packing_sequentially=true"],
+            "packed:\n\n   0 1 2 3 4 5 6 7\n[[ A A A X B B B B\n   B X X X C C X X ]]\n",
+        ),
+        (
+            ["excess_length_strategy=truncate", "sample_packing_sequentially=true", "data_seed=1"],
+            "cu_seqlens: 0 3 8 10 16\n",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:of 8 samples 1")
+def test_every_layout_is_drawn_as_it_is_trained(
+    lengths: Path, capsys: pytest.CaptureFixture[str], settings: list[str], picture: str
+) -> None:
+    made(lengths, "--set", "sequence_len=8", "micro_batch_size=2", *settings)
+
+    assert picture in drawn(lengths, capsys)
+
+
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+def test_any_microbatch_of_any_rank_is_drawn_at_any_scale(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = made(lengths, *SETTINGS)
+    (row,) = plan[1, 1]
+
+    found = drawn(lengths, capsys, "--rank", "1", "--microbatch", "1", "--scale", "2")
+
+    assert found.startswith(f"microbatch 1 of rank 1: {len(row)} samples; ")
+    assert "a character is 2 tokens" in found
+    assert f"A {row[0]} ({LENGTHS[row[0]]})" in found
+    assert "\n   0 1 2 3\n" in found
+
+
+def test_letters_begin_anew_and_leave_out_the_one_of_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", [1] * 52)
+    made(tmp_path / "lengths.npy", "--set", "sequence_len=52", "sample_packing_sequentially=true")
+
+    found = drawn(tmp_path / "lengths.npy", capsys, "--scale", "1")
+
+    letters = "A B C D E F G H I J K L M N O P Q R S T U V W Y Z"
+    assert f"[[ {letters} {letters.lower()} A B ]]" in found
+
+
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--rank", "2"], "rank is 2, but must be from 0 to 1"),
+        (["--microbatch", "2"], "k is 2, but must be from 0 to 1"),
+        (["--scale", "0"], "--scale is 0, but must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    lengths: Path, capsys: pytest.CaptureFixture[str], options: list[str], text: str
+) -> None:
+    made(lengths, *SETTINGS)
+    show = ["plan", "show", str(lengths.with_name("epoch.plan")), str(lengths)]
+
+    assert main([*show, *options]) == 2
+
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+def test_other_lengths_are_not_drawn(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(lengths, *SETTINGS)
+    other = lengths.with_name("other.npy")
+    np.save(other, [*LENGTHS[:-1], 7])
+    path = lengths.with_name("epoch.plan")
+
+    assert main(["plan", "show", str(path), str(other)]) == 2
+
+    assert capsys.readouterr().err == (
+        f"multipack: {path} was made from other lengths than those of {other}\n"
+    )
+
+
+def diff(a: multipack.Plan, b: multipack.Plan, folder: Path) -> int:
+    """The exit code of `plan diff`; its lines go to stdout."""
+    a.save(folder / "a")
+    b.save(folder / "b")
+    return main(["plan", "diff", str(folder / "a"), str(folder / "b")])
+
+
+BASE = multipack.Config(sequence_len=16, world_size=2)
+MANY = np.random.default_rng(4).integers(1, 17, 200)
+HALF = (MANY + 1) // 2
+
+
+def planned(lengths: Any = MANY, counts: Any = HALF, **keys: Any) -> multipack.Plan:
+    return multipack.plan(lengths, counts, BASE, **keys)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (planned(seed=3), "seed: 0 in A, 3 in B"),
+        (planned(epoch=2), "epoch: 0 in A, 2 in B"),
+        (planned(split="eval"), "split: train in A, eval in B"),
+        (planned(balance_labels=True), "balance_labels: false in A, true in B"),
+        (planned(sample_packing_bin_size=3), "sample_packing_bin_size: none in A, 3 in B"),
+        (planned(counts=None), "labels: counted in A, not given in B"),
+        (planned(counts=HALF // 2 + 1), "labels: not the same (digest "),
+        (planned(np.maximum(MANY - 1, 1), counts=HALF // 2 + 1), "lengths: not the same (digest "),
+    ],
+)
+def test_diff_says_why_and_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: multipack.Plan, why: str
+) -> None:
+    base = planned()
+
+    assert diff(base, other, tmp_path) == 1
+
+    text = capsys.readouterr().out
+    assert text.startswith(
+        f"A: {tmp_path / 'a'}, {base.digest}  one_row, train, epoch 0\n"
+        f"B: {tmp_path / 'b'}, {other.digest}  one_row, "
+    )
+    reasons, changes = text.split("why:\n")[1].split("what:\n")
+    assert any(line.startswith(f"  {why}") for line in reasons.splitlines())
+    assert len(reasons.splitlines()) <= 2
+    assert changes
+
+
+def rows_of(plan: multipack.Plan) -> set[frozenset[int]]:
+    return {
+        frozenset(row)
+        for rank in range(plan.config.world_size)
+        for k in range(len(plan))
+        for row in plan[rank, k]
+    }
+
+
+@pytest.mark.parametrize("keys", [{"epoch": 1}, {"sample_packing_algorithm": "first_fit"}])
+def test_diff_counts_the_rows_and_microbatches_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
+) -> None:
+    a, b = planned(), planned(**keys)
+    rows_a, rows_b = rows_of(a), rows_of(b)
+    places = [
+        (k, rank)
+        for k in range(min(len(a), len(b)))
+        for rank in range(2)
+        if set(map(frozenset, a[rank, k])) != set(map(frozenset, b[rank, k]))
+    ]
+
+    assert diff(a, b, tmp_path) == 1
+
+    text = capsys.readouterr().out
+    assert (
+        f"  rows: {len(rows_a & rows_b)} in both, {len(rows_a - rows_b)} only in A, "
+        f"{len(rows_b - rows_a)} only in B\n"
+    ) in text
+    assert (
+        f"  microbatches with other rows at the same place: {len(places)} of "
+        f"{2 * min(len(a), len(b))}, the first is microbatch {places[0][0]} of rank {places[0][1]}"
+    ) in text
+
+
+def test_diff_of_equal_plans_is_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff(planned(), planned(), tmp_path) == 0
+    assert capsys.readouterr().out.endswith("\nthe plans are equal\n")
+
+
+def test_diff_knows_a_setting_that_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = planned(data_seed=5), planned(data_seed=5, seed=1)
+
+    assert diff(a, b, tmp_path) == 1
+
+    text = capsys.readouterr().out
+    assert text.endswith(
+        "why:\n"
+        "  seed: 0 in A, 1 in B, which planning does not use, as data_seed is set\n"
+        "what:\n"
+        "  the schedules are equal all the same\n"
+    )
+
+
+def test_diff_tells_a_plan_that_nothing_explains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two rows of one rank have changed places in a file; its settings and samples are the same."""
+    a = planned()
+    sizes = a.row_offsets.diff().tolist()
+    rows = list(a.index.split(sizes))
+    rows[0], rows[2] = rows[2], rows[0]
+    sizes[0], sizes[2] = sizes[2], sizes[0]
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)])
+    b = dataclasses.replace(a, index=torch.cat(rows), row_offsets=offsets)
+
+    assert diff(a, b, tmp_path) == 1
+
+    text = capsys.readouterr().out
+    assert "the settings, samples and planner are the same: a file was changed; " in text
+    assert "other rows at the same place: 2 of " in text
+    assert ", the first is microbatch 0 of rank 0\n" in text
+
+
+def test_diff_sees_the_order_within_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = planned()
+    index = a.index.clone()
+    assert a.row_offsets[1] > 1
+    index[:2] = index[:2].flip(0)
+
+    assert diff(a, dataclasses.replace(a, index=index), tmp_path) == 1
+
+    assert capsys.readouterr().out.endswith(
+        "what:\n  order: microbatches have the same rows, but not in the same order within\n"
+    )
 
 
 def test_verify_takes_the_plan_of_these_samples_and_no_other(

@@ -51,14 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit code: 0; 2 after an error, which is told on stderr; 130 if the user interrupted.
+        The exit code: 0, or what the command returned; 2 after an error, which is told on stderr;
+        130 if the user interrupted.
     """
     try:
         args = _parser().parse_args(argv)
-        args.run(args)
+        code: int | None = args.run(args)
     except CliError as error:
         print(f"multipack: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0

@@ -1,8 +1,10 @@
-"""Plans epochs into files, shows them, and checks them against the lengths.
+"""Plans epochs into files, shows and compares them, and checks them against the lengths.
 
   multipack plan make lengths.npy epoch0.plan --set sequence_len=4096 world_size=8
   multipack plan show epoch0.plan
+  multipack plan show epoch0.plan lengths.npy --rank 3 --microbatch 17
   multipack plan verify epoch0.plan lengths.npy
+  multipack plan diff epoch0.plan other.plan
 
 Numbers are read from .npy files, from .json files that hold one list, and from any other file with
 one number on each line, .jsonl among them.
@@ -17,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 import multipack
 
 from ._errors import CliError
+from .settings import value_of
 
-HELP = "make, show and verify plans as files"
+HELP = "make, show, verify and compare plans as files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,11 +50,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     show = actions.add_parser("show", help="print a saved plan", description=_show.__doc__)
     show.add_argument("plan", type=Path, metavar="PLAN")
+    show.add_argument(
+        "lengths",
+        type=Path,
+        nargs="?",
+        metavar="LENGTHS",
+        help="tokens of each sample, to draw a microbatch",
+    )
+    show.add_argument("--rank", type=int, default=0, help="whose (default: %(default)s)")
+    show.add_argument("--microbatch", type=int, default=0, help="which (default: %(default)s)")
+    show.add_argument(
+        "--scale",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a character (default: a 32nd of sequence_len)",
+    )
 
     verify = actions.add_parser("verify", help="check a saved plan", description=_verify.__doc__)
     verify.add_argument("plan", type=Path, metavar="PLAN")
     verify.add_argument("lengths", type=Path, metavar="LENGTHS", help="tokens of each sample")
     _add_label_counts(verify)
+
+    diff = actions.add_parser("diff", help="compare two saved plans", description=_diff.__doc__)
+    diff.add_argument("a", type=Path, metavar="A")
+    diff.add_argument("b", type=Path, metavar="B")
 
 
 def _add_label_counts(parser: argparse.ArgumentParser) -> None:
@@ -64,22 +85,26 @@ def _add_label_counts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """Runs `multipack plan`.
+
+    Returns:
+        The exit code: 1 if two plans that were compared differ, else 0.
 
     Raises:
         CliError: for a file that cannot be read or written, settings that cannot be planned with,
             and a plan that fails verification.
     """
-    action = {"make": _make, "show": _show, "verify": _verify}[args.action]
+    action = {"make": _make, "show": _show, "verify": _verify, "diff": _diff}[args.action]
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            action(args)
-    except (OSError, ValueError, TypeError) as error:
+            code = action(args)
+    except (OSError, ValueError, TypeError, IndexError) as error:
         raise CliError(str(error)) from error
     for warning in told:
         print(f"note: {warning.message}")
+    return code or 0
 
 
 def _make(args: argparse.Namespace) -> None:
@@ -98,8 +123,33 @@ def _make(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    """Prints what a saved plan is, and its statistics."""
-    _print(multipack.load_plan(args.plan))
+    """Prints what a saved plan is, and its statistics; with the lengths, draws a microbatch.
+
+    The drawing has a letter for each sample and X for padding, first padded and then as planned.
+    """
+    from . import drawing
+
+    plan = multipack.load_plan(args.plan)
+    _print(plan)
+    if args.lengths is None:
+        return
+    if args.scale is not None and args.scale < 1:
+        raise ValueError(f"--scale is {args.scale}, but must be 1 or more")
+    lengths = np.asarray(_numbers(args.lengths))
+    _check_lengths(plan, lengths, args)
+    print()
+    print("\n".join(drawing.draw(plan, lengths, args.rank, args.microbatch, args.scale)))
+
+
+def _check_lengths(plan: multipack.Plan, lengths: Any, args: argparse.Namespace) -> None:
+    """Checks that a plan was made from these lengths, whatever the labels were."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        split, epoch = plan.report["split"], plan.report["epoch"]
+        config = plan.config.replace(balance_labels=False)
+        fresh = multipack.plan(lengths, config=config, epoch=epoch, split=split)
+    if fresh.report["inputs"]["lengths"] != plan.report["inputs"]["lengths"]:
+        raise ValueError(f"{args.plan} was made from other lengths than those of {args.lengths}")
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -113,22 +163,47 @@ def _verify(args: argparse.Namespace) -> None:
     print(f"{args.plan} is the plan of these samples: digest {plan.digest}")
 
 
+def _diff(args: argparse.Namespace) -> int:
+    """Says what differs between two saved plans, and why. Exit code 1 if something does."""
+    from . import plan_diff
+
+    a, b = multipack.load_plan(args.a), multipack.load_plan(args.b)
+    for name, path, plan in (("A", args.a, a), ("B", args.b, b)):
+        print(f"{name}: {path}, {_headline(plan)}")
+    why, what = list(plan_diff.reasons(a, b)), list(plan_diff.changes(a, b))
+    if a.digest == b.digest and not why and not what:
+        print("the plans are equal")
+        return 0
+    print("why:")
+    unexplained = (
+        "the settings, samples and planner are the same: a file was changed; multipack plan verify "
+        "says which"
+    )
+    for line in why or [unexplained]:
+        print(f"  {line}")
+    print("what:")
+    for line in what or ["the schedules are equal all the same"]:
+        print(f"  {line}")
+    return 1
+
+
 def _print(plan: multipack.Plan) -> None:
-    report = plan.report
-    print(f"{plan.digest}  {report['layout']}, {report['split']}, epoch {report['epoch']}")
+    print(_headline(plan))
     print(f"{len(plan):,} microbatches on each of {plan.config.world_size} ranks")
     print(plan.stats)
 
 
+def _headline(plan: multipack.Plan) -> str:
+    report = plan.report
+    return f"{plan.digest}  {report['layout']}, {report['split']}, epoch {report['epoch']}"
+
+
 def _setting(text: str) -> tuple[str, Any]:
-    """Reads KEY=VALUE; the value as YAML would, so that 8, true and null are what they seem."""
+    """Reads KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not equals:
         raise CliError(f"{text!r} is no setting: write KEY=VALUE, as in sequence_len=4096")
-    try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
-        return key, value
+    return key, value_of(value)
 
 
 def _label_counts(args: argparse.Namespace) -> Any:
