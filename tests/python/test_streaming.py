@@ -8,6 +8,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -56,10 +57,10 @@ class StatefulSamples(Samples):
 
     at = 0
 
-    def state_dict(self) -> dict[str, int]:  # noqa: D102
+    def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:  # noqa: D102
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -324,6 +325,44 @@ def test_workers_begin_every_epoch_anew(persistent: bool) -> None:
     loader = DataLoader(stream(), batch_size=None, num_workers=2, persistent_workers=persistent)
 
     assert ids(stream()) == ids(loader) == ids(loader)
+
+
+class SharedEpoch(Samples):
+    """Keeps its epoch where all workers can write it, slowly, as the streams of Hugging Face do."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self._epoch = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        more = epoch - int(self._epoch)
+        time.sleep(0.1)
+        self._epoch += more
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for sample in super().__iter__():
+            yield {"input_ids": [int(self._epoch)] * len(sample["input_ids"])}
+
+
+def test_workers_do_not_write_over_one_anothers_epoch() -> None:
+    """Two that set epoch 1 at once left datasets' stream at epoch 2, for all of them."""
+    loader = DataLoader(
+        stream(SharedEpoch([8] * 8)), batch_size=None, num_workers=2, persistent_workers=True
+    )
+
+    for epoch in range(3):
+        assert [batch["input_ids"].unique().tolist() for batch in loader] == [[epoch]] * 8
+
+
+def test_workers_that_read_an_epoch_again_say_so() -> None:
+    made = stream(SharedEpoch([8] * 4))
+    loader = DataLoader(made, batch_size=None, num_workers=1)
+    list(loader)
+    made.set_epoch(1)
+    list(loader)
+
+    with pytest.raises(UserWarning, match="epoch 1 of the stream is read again: workers that do"):
+        list(loader)
 
 
 def test_more_workers_than_batches_are_idle() -> None:

@@ -54,6 +54,54 @@ class _Pass:
     """Why the position of this iteration is not known; None: it is."""
 
 
+class _Batches(Iterator[Batch]):
+    """An iteration over what is left of an epoch.
+
+    It has a state of its own, of what it has yielded, for a loader that keeps the position and asks
+    at the right moment. What the sampler was told to be consumed does not enter.
+    """
+
+    def __init__(self, sampler: MultipackBatchSampler) -> None:
+        self._sampler = sampler
+        self._begin()
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        self._plan = sampler.plan
+        self._pass = _Pass(sampler._epoch, sampler._start, sampler._count(self._plan))
+        sampler._latest = self._pass
+
+    def _number(self) -> int:
+        return self._pass.start + self._pass.yielded
+
+    def __next__(self) -> Batch:
+        sampler, current, number = self._sampler, self._pass, self._number()
+        if number >= current.count:
+            # A newer iteration or a set_epoch has taken over otherwise.
+            if sampler._latest is current and sampler._epoch == current.epoch:
+                sampler._epoch, sampler._start = current.epoch + 1, 0
+            raise StopIteration
+        if isinstance(sampler.rank, int):
+            rows = self._plan[sampler.rank, number]
+        else:
+            k, rank = divmod(number, sampler.config.world_size)
+            rows = self._plan[rank, k]
+        current.yielded += 1
+        return rows[0] if sampler._layout in ("padded", "flattened") else rows
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._sampler._state(self._pass, self._pass.yielded)
+        return {**state, "ended": self._number() >= self._pass.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        if state["ended"]:
+            # Nothing is left of this iteration; the sampler stands at the next epoch.
+            self._pass = _Pass(self._sampler._epoch, 0)
+        else:
+            self._begin()
+
+
 class MultipackBatchSampler(Sampler[Batch]):
     """Yields the microbatches of one rank, or of all ranks, as sample indices.
 
@@ -158,8 +206,7 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield microbatches from the start of the epoch, or from the position loaded."""
-        self._latest = _Pass(self._epoch, self._start, len(self))
-        return self._batches(self.plan, self._latest)
+        return _Batches(self)
 
     @property
     def epoch(self) -> int:
@@ -221,7 +268,8 @@ class MultipackBatchSampler(Sampler[Batch]):
         """Say that this rank has trained on `n` more microbatches of the latest iteration.
 
         From the first call on, the state follows what was consumed. Until then it follows what was
-        yielded, which is ahead by what the workers of a DataLoader have fetched.
+        yielded, which is ahead by what the workers of a DataLoader have fetched. torchdata's
+        StatefulDataLoader counts by itself, and needs no call.
 
         More than was yielded cannot have been consumed. That is no reason to stop a training: the
         position of this iteration counts as unknown, and its states say so.
@@ -260,11 +308,19 @@ class MultipackBatchSampler(Sampler[Batch]):
                 is not known, it is None, and `replay_error` says why.
         """
         latest = self._latest
-        done = latest.consumed if self._state_follows_consumed else latest.yielded
+        state = self._state(
+            latest, latest.consumed if self._state_follows_consumed else latest.yielded
+        )
+        if latest.fault is not None:
+            state |= {"epoch": latest.epoch, "position": None, "replay_error": latest.fault}
+        return state
+
+    def _state(self, latest: _Pass, done: int) -> dict[str, Any]:
+        """Return the state of an iteration of which so many microbatches are done."""
         epoch, position = latest.epoch, latest.start + done
         if done > 0 and position >= latest.count:
             epoch, position = epoch + 1, 0
-        state = {
+        return {
             "version": _VERSION,
             **self._identity(),
             "settings_digest": self._inputs["settings"],
@@ -275,9 +331,6 @@ class MultipackBatchSampler(Sampler[Batch]):
             "position": position,
             "replay_error": None,
         }
-        if latest.fault is not None:
-            state |= {"epoch": latest.epoch, "position": None, "replay_error": latest.fault}
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, ignore_data_skip: bool = False) -> None:
         """Go to a saved position: the next iteration goes on from there.
@@ -380,21 +433,6 @@ class MultipackBatchSampler(Sampler[Batch]):
     def _count(self, plan: Plan) -> int:
         """Microbatches that a pass over a plan yields."""
         return len(plan) * self._ranks_yielded
-
-    def _batches(self, plan: Plan, latest: _Pass) -> Iterator[Batch]:
-        """Yield what is left of a plan, then move on to the next epoch."""
-        fixed = self._layout in ("padded", "flattened")
-        for number in range(latest.start, latest.count):
-            if isinstance(self.rank, int):
-                rows = plan[self.rank, number]
-            else:
-                k, rank = divmod(number, self.config.world_size)
-                rows = plan[rank, k]
-            latest.yielded += 1
-            yield rows[0] if fixed else rows
-        # A newer iteration or a set_epoch has taken over otherwise.
-        if self._latest is latest:
-            self._epoch, self._start = latest.epoch + 1, 0
 
     def _go_to(self, epoch: int, position: int) -> None:
         """Stand at a position; an iteration under way no longer counts."""

@@ -124,7 +124,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
 
     After a full pass the next iteration is the next epoch, with or without `set_epoch`. It reads
     the iterable again, in the order that the iterable then has: an iterable with a `set_epoch` of
-    its own, as those of Hugging Face have, is told the epoch.
+    its own, as those of Hugging Face have, is told the epoch. Workers that a DataLoader starts anew
+    for each pass cannot know how many there were: with them `set_epoch` is needed.
 
         >>> stream = StreamingMultipack(
         ...     ({"input_ids": [i] * length} for i, length in enumerate([6, 6, 3], start=1)),
@@ -195,20 +196,31 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         self._latest = self._start
         # The state of the iterable before a pass that has not come to its end.
         self._origin: Any = None
-        # Whether DataLoader workers have read on, in memory that they share with this process.
-        self._workers_read = torch.zeros((), dtype=torch.bool)
-        self._workers_read.share_memory_()  # type: ignore[no-untyped-call]
+        # The epoch that DataLoader workers have begun, in memory that they share with this process;
+        # -1: none.
+        self._begun_by_workers = torch.tensor(-1)
+        self._begun_by_workers.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield microbatches from the start of the stream, or from the position loaded."""
         latest = self._latest = copy.copy(self._start)
         latest.counts = latest.mark.counts
         info = get_worker_info()
-        self._workers_read.fill_(info is not None)
         if info is None:
+            self._begun_by_workers.fill_(-1)
             latest.shares = None
         elif latest.shares is None or latest.shares[:2] != (info.id, info.num_workers):
             latest.shares = (info.id, info.num_workers, latest.position)
+        if info is not None and info.id == 0:
+            again = latest.position == 0 and int(self._begun_by_workers) == latest.epoch
+            if again and hasattr(self.iterable, "set_epoch"):
+                warnings.warn(
+                    f"epoch {latest.epoch} of the stream is read again: workers that do not "
+                    "persist begin where the stream of the main process stands; call set_epoch "
+                    "before each epoch, or give the DataLoader persistent_workers=True",
+                    stacklevel=2,
+                )
+            self._begun_by_workers.fill_(latest.epoch)
         return self._batches(latest)
 
     @property
@@ -249,7 +261,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         """
         latest = self._latest
         mark = latest.mark
-        unknown = get_worker_info() is None and bool(self._workers_read)
+        unknown = get_worker_info() is None and int(self._begun_by_workers) >= 0
         return {
             "version": _VERSION,
             **self._identity(),
@@ -314,7 +326,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
     def _go_to(self, start: _Pass) -> None:
         """Let the next iteration begin somewhere; one under way no longer counts."""
         self._start = self._latest = start
-        self._workers_read.fill_(False)
+        self._begun_by_workers.fill_(-1)
 
     def _batches(self, latest: _Pass) -> Iterator[dict[str, Any]]:
         """Yield what is left of a pass, then move on to the next epoch."""
@@ -373,6 +385,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         """Return the iterable's samples in an epoch from a mark on."""
         read, state = mark.counts.read, mark.source
         if hasattr(self.iterable, "set_epoch"):
+            _own_epoch(self.iterable)
             self.iterable.set_epoch(epoch)
         with _as_if_alone():
             if isinstance(self.iterable, _Stateful):
@@ -482,6 +495,17 @@ def _as_if_alone() -> Iterator[None]:
         yield
     finally:
         worker_module._worker_info = info
+
+
+def _own_epoch(iterable: Any) -> None:
+    """Give the iterable of a worker an epoch of its own.
+
+    The streams of Hugging Face keep theirs in memory that all workers share, and `set_epoch` adds
+    the difference to it: two workers at once add it twice, and read another epoch than was meant.
+    """
+    epoch = getattr(iterable, "_epoch", None)
+    if get_worker_info() is not None and isinstance(epoch, torch.Tensor):
+        iterable._epoch = epoch.clone()
 
 
 def _check_agreement(config: Config, collator: Collator) -> None:
