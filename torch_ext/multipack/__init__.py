@@ -14,6 +14,7 @@ from multipack._plan import Plan, Repeat, label_counts, load_plan, plan
 from multipack._stats import Statistics, Stats
 from multipack.collate import Collator
 from multipack.dataset import PackedDataset, RowDataset
+from multipack.isolation import IsolationError, IsolationReport, verify_isolation
 from multipack.ops import attention, block_mask, boundaries
 from multipack.sampler import MultipackBatchSampler
 from multipack.streaming import StreamingMultipack
@@ -23,6 +24,8 @@ __version__ = metadata.version("multipack")
 __all__ = [
     "Collator",
     "Config",
+    "IsolationError",
+    "IsolationReport",
     "MultipackBatchSampler",
     "PackedDataset",
     "Plan",
@@ -40,4 +43,5 @@ __all__ = [
     "library_path",
     "load_plan",
     "plan",
+    "verify_isolation",
 ]
