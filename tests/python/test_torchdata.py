@@ -182,6 +182,20 @@ def test_another_order_is_refused() -> None:
             "samples in a PackedDataset",
         ),
         (
+            (packed_data(), MultipackBatchSampler([8], sequence_len=8, mask_first_label=False)),
+            {},
+            ValueError,
+            "mask_first_label is False for the sampler, but True for the collator: give both the "
+            "same config",
+        ),
+        (
+            (packed_data(), MultipackBatchSampler([8], sequence_len=8, split="eval")),
+            {},
+            ValueError,
+            "split is 'eval' for the sampler, but 'train' for the collator: give both the same "
+            "split",
+        ),
+        (
             (packed_data(),),
             {"shuffle": True},
             ValueError,

@@ -31,6 +31,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from multipack._agreement import check_agreement
 from multipack._arrays import integer
 from multipack._config import Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
@@ -42,8 +43,6 @@ from multipack.collate import Collator
 from multipack.dataset import RowDataset
 
 _VERSION = 1
-# What the planner counts on and the collator does.
-_COLLATED_KEYS = ("excess_length_strategy", "align_samples_to", "mask_first_label")
 
 _READ_ELSEWHERE = (
     "the stream was read by the workers of a DataLoader, which alone know how far they are; let "
@@ -187,8 +186,12 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 "balance_labels with sample_packing: false needs all lengths at once, which a "
                 "stream does not have: pack it, or use MultipackBatchSampler"
             )
-        if isinstance(collator, Collator):
-            _check_agreement(self.config, collator)
+        if isinstance(collator, Collator) and collator.split != "train":
+            raise ValueError(
+                "the collator is for split 'eval', but a stream is for training; evaluate with "
+                "MultipackBatchSampler"
+            )
+        check_agreement("the stream", self.config, "train", collator)
         # Settings that cannot be planned with fail here and not at the first batch.
         plan_tensors(torch.empty(0, dtype=torch.int64), None, None, self.config, 0, "train")
         # The position that the next iteration begins with, and the one under way.
@@ -506,26 +509,6 @@ def _own_epoch(iterable: Any) -> None:
     epoch = getattr(iterable, "_epoch", None)
     if get_worker_info() is not None and isinstance(epoch, torch.Tensor):
         iterable._epoch = epoch.clone()
-
-
-def _check_agreement(config: Config, collator: Collator) -> None:
-    """Refuse a collator that would make other batches than are planned."""
-    if collator.split != "train":
-        raise ValueError(
-            "the collator is for split 'eval', but a stream is for training; evaluate with "
-            "MultipackBatchSampler"
-        )
-    theirs = collator.config
-    pairs = {key: (getattr(config, key), getattr(theirs, key)) for key in _COLLATED_KEYS}
-    pairs["layout"] = (layout(config, "train"), layout(theirs, "train"))
-    if theirs.sequence_len is not None or config.excess_length_strategy == "truncate":
-        pairs["sequence_len"] = (config.sequence_len, theirs.sequence_len)
-    for key, (ours, other) in pairs.items():
-        if ours != other:
-            raise ValueError(
-                f"{key} is {ours!r} for the stream, but {other!r} for the collator: give both the "
-                "same config"
-            )
 
 
 def _state_of(iterable: Iterable[Any]) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from multipack._agreement import check_agreement
 from multipack.integrations._ranks import check_ranks
 from multipack.sampler import MultipackBatchSampler
 
@@ -98,8 +99,8 @@ class MultipackCallback(Callback):
         """Compare the sampler with the trainer, and with the other ranks.
 
         Raises:
-            ValueError: If a setting of the sampler is not the trainer's, or no loader draws from
-                it; the text says what to do.
+            ValueError: If a setting of the sampler is not the trainer's or the collator's, or no
+                loader draws from it; the text says what to do.
             RuntimeError: If the ranks do not agree; see `check_ranks`.
         """
         expected = trainer_settings(trainer)
@@ -127,6 +128,8 @@ class MultipackCallback(Callback):
                 "batch of an epoch to an empty epoch: give the trainer a torch.utils.data."
                 "DataLoader, and leave the position to this callback"
             )
+        collator = getattr(drawing[0].dataset, "collator", drawing[0].collate_fn)
+        check_agreement("the sampler", self.sampler.config, self.sampler.split, collator)
         check_ranks(self.sampler, peers=trainer.world_size // expected["world_size"])
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

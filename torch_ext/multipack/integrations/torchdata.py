@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import (  # type: ignore[import-untyped]
     StatefulDataLoader,
 )
 
+from multipack._agreement import check_agreement
 from multipack.dataset import PackedDataset, RowDataset
 from multipack.sampler import MultipackBatchSampler
 from multipack.streaming import StreamingMultipack
@@ -46,7 +47,8 @@ def stateful_loader(
     Raises:
         TypeError: If the sampler is missing, or given with a stream; if the collator is.
         ValueError: If an option is given that the sampler decides, or batches may come in another
-            order than they were handed out, which no position can name.
+            order than they were handed out, which no position can name; if the collator's settings
+            are not those of the plan.
     """
     if taken := [name for name in _DECIDED if name in options]:
         raise ValueError(f"{taken[0]} is decided by the sampler or the stream: leave it out")
@@ -60,9 +62,11 @@ def stateful_loader(
         raise TypeError(
             f"sampler is a {type(sampler).__name__}, but must be a MultipackBatchSampler"
         )
+    collator = data.collator if isinstance(data, PackedDataset) else options.get("collate_fn")
+    check_agreement("the sampler", sampler.config, sampler.split, collator)
     if isinstance(data, PackedDataset):
         return StatefulDataLoader(data, sampler=sampler, batch_size=None, **options)
-    if options.get("collate_fn") is None:
+    if collator is None:
         raise TypeError(
             "collate_fn is needed to make batches of samples: a multipack.Collator, or wrap the "
             "samples in a PackedDataset"
