@@ -262,6 +262,7 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
             '{"length": 3, "label_count": "2"}',
             "expected an integer in `label_count`, found a string",
         ),
+        ('{"length": 3, "label_count": 4}', "4 labels, but 3 tokens"),
         ('{"input_ids": "abc"}', "expected a list in `input_ids`, found a string"),
         ('{"input_ids": [1, "2"]}', "expected integers in `input_ids`, found a string"),
         ('{"input_ids": [1, [2]]}', "expected integers in `input_ids`, found a list"),
@@ -318,6 +319,7 @@ def test_a_bad_line_is_named_or_counted(tmp_path: Path, line: str, text: str) ->
         ),
         ({"length": None, "label_count": 1}, "the length is missing or negative"),
         ({"length": 1, "label_count": -1}, "the label count is missing or negative"),
+        ({"length": 1, "label_count": 2}, "more labels than tokens"),
     ],
 )
 def test_a_bad_row_of_a_table_is_named_or_counted(
@@ -560,12 +562,25 @@ def test_label_counts_come_in_a_file_of_their_own(
     expected = as_json(capsys, str(tmp_path / "data.npz"), *options)
     assert found["data"] == expected["data"]
 
-    np.save(tmp_path / "few.npy", both["label_counts"][1:])
-    few = ["--label-counts", str(tmp_path / "few.npy")]
-    assert main(["report", str(tmp_path / "lengths.npy"), *few, *options]) == 2
-    assert capsys.readouterr().err == (
-        f"multipack: {tmp_path / 'few.npy'}: 399 label counts for 400 samples: give one for each\n"
-    )
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ([1], "1 label counts for 2 samples: give one for each"),
+        ([1, 6], "row 1: 6 labels, but the sample has 5 tokens"),
+        ([[3, 1], [5, 2]], "expected one label count for each sample, found columns"),
+    ],
+)
+def test_label_counts_that_do_not_fit_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], counts: list[Any], text: str
+) -> None:
+    path = tmp_path / "counts.npy"
+    np.save(path, counts)
+    data = write_lines(tmp_path / "data.jsonl", 3, 5)
+
+    assert main(["report", str(data), "--label-counts", str(path), "--sequence-len", "8"]) == 2
+
+    assert capsys.readouterr().err == f"multipack: {path}: {text}\n"
 
 
 # Comparing.
@@ -716,6 +731,55 @@ def test_what_cannot_be_planned_stands_in_the_table_with_its_reason(
     text = capsys.readouterr().out
     assert "> best_fit_decreasing             no plan: " in text
     assert "recommended: leave the samples unpacked: no packed plan can be made of them" in text
+
+
+def test_without_a_usable_sample_the_reason_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "data.jsonl", 0, 9)
+
+    assert main(["report", str(path), "--sequence-len", "8"]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith(f"multipack: {path}: no sample is retained, so the plan is empty: of 2")
+
+
+def test_an_over_long_sample_is_named_though_few_samples_are_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "data.jsonl", *([1] * 99), 9)
+    options = ["--sequence-len", "8", "--sample", "10", "--excess-length-strategy", "raise"]
+
+    assert main(["report", str(path), *options]) == 2
+
+    assert f"{path}: sample 99 has 9 tokens, more than sequence_len 8" in capsys.readouterr().err
+
+
+def test_ranks_of_uneven_cost_are_a_reason_to_balance() -> None:
+    random = np.random.default_rng(6)
+    lengths = np.minimum(np.ceil(random.lognormal(3, 1, 4000)), 128).astype(int)
+    config = multipack.Config(
+        sequence_len=128, micro_batch_size=4, world_size=2, balance_cost="attention"
+    )
+
+    found, _ = outcomes(lengths, np.ceil(lengths * random.random(4000)).astype(int), config)
+
+    assert re.search(
+        r" of their mean instead of [\d.]+%, and the heaviest rank costs 1\.\d\d times the mean "
+        r"instead of 1\.\d\d$",
+        found.text,
+    )
+
+
+def test_narrow_integers_are_added_up_as_wide_ones() -> None:
+    """Squares of 16-bit lengths do not fit into 16 bits."""
+    lengths = np.full(8, 300, np.uint16)
+    config = multipack.Config(sequence_len=100_000, balance_cost="attention")
+    given = compare.thin(Lengths(lengths, lengths - 1), 0)
+
+    found = page.loads(compare.make_plan(given, config), given)
+
+    assert (found.cost.tolist(), found.labels.tolist()) == ([8 * 300**2], [8 * 299])
 
 
 def test_a_sample_of_the_samples_is_planned(

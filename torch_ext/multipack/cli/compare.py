@@ -30,6 +30,8 @@ _WORTH_PACKING = 0.05
 # How much the labels of a microbatch or step must vary, over their mean, for balancing.
 _UNEVEN_MICROBATCHES = 0.05
 _UNEVEN_STEPS = 0.01
+# How much more than the mean the heaviest rank must cost.
+_UNEVEN_RANKS = 0.05
 # The share of over-long samples from which on one is told what to do about it.
 _MANY_OVER_LONG = 0.01
 
@@ -79,15 +81,19 @@ def summarise(data: Lengths, config: multipack.Config) -> Summary:
 
 
 def thin(data: Lengths, most: int) -> Lengths:
-    """At most so many of the samples, drawn at random, in their order; 0: all."""
+    """At most so many of the samples, drawn at random, in their order; 0: all.
+
+    As int64, which every plan would make of them anew.
+    """
     n = len(data.lengths)
-    if most in (0, n) or n < most:
-        return data
-    chosen = np.sort(np.random.default_rng(0).choice(n, most, replace=False, shuffle=False))
+    chosen: Any = slice(None)
+    if 0 < most < n:
+        chosen = np.sort(np.random.default_rng(0).choice(n, most, replace=False, shuffle=False))
+    counts, starts = data.label_counts, data.label_starts
     return Lengths(
-        data.lengths[chosen],
-        None if data.label_counts is None else data.label_counts[chosen],
-        None if data.label_starts is None else data.label_starts[chosen],
+        data.lengths[chosen].astype(np.int64, copy=False),
+        None if counts is None else counts[chosen].astype(np.int64, copy=False),
+        None if starts is None else starts[chosen],
     )
 
 
@@ -188,6 +194,8 @@ def _try(data: Lengths, config: multipack.Config, balance: bool) -> Planned | st
         seconds = time.perf_counter() - started
     except ValueError as error:
         return str(error)
+    if len(made) == 0:
+        return str(made.report["warnings"][-1])
     stats = made.stats
     real = (stats.after.mean_unpadded_length or 0.0) * len(made) * config.world_size
     steps = -(-len(made) // config.gradient_accumulation_steps)
@@ -196,7 +204,7 @@ def _try(data: Lengths, config: multipack.Config, balance: bool) -> Planned | st
         unused_samples=stats.unused_samples,
         microbatches=len(made),
         steps=steps,
-        mean_samples=len(made.index) / steps if steps else 0.0,
+        mean_samples=len(made.index) / steps,
         seconds=seconds,
         computed_tokens=round(real) + stats.after.padding_tokens,
     )
@@ -303,9 +311,10 @@ def recommend(
     plain = plan_of(best.plain)
     balanced = isinstance(best.balanced, Planned)
     if balanced:
-        balanced, reason = _choose_balance(plain, plan_of(best.balanced), config)
+        found = list(_reasons_to_balance(plain, plan_of(best.balanced), config))
+        balanced = bool(found)
         action += " and balance the labels" if balanced else ""
-        reasons.append(reason)
+        reasons += found or ["balancing would even out little that is uneven"]
     return Recommendation(
         best,
         balanced,
@@ -355,29 +364,29 @@ def _choose(unpacked: list[Outcome], packed: list[Outcome]) -> tuple[Outcome, st
     return best, action, reasons
 
 
-def _choose_balance(
+def _reasons_to_balance(
     plain: Planned, balanced: Planned, config: multipack.Config
-) -> tuple[bool, str]:
-    """Whether to balance, and why."""
-    for what, before, after, uneven in (
-        (
-            "an optimizer step",
-            step_spread(plain, config),
-            step_spread(balanced, config),
-            _UNEVEN_STEPS,
-        ),
-        (
-            "a microbatch",
-            microbatch_spread(plain),
-            microbatch_spread(balanced),
-            _UNEVEN_MICROBATCHES,
-        ),
-    ):
-        if before is not None and after is not None and before > uneven and after < before / 2:
-            return True, (
-                f"the labels of {what} vary by {after:.2%} of their mean instead of {before:.1%}"
-            )
-    return False, "balancing would even out little that is uneven"
+) -> Iterator[str]:
+    """What balancing makes less than half as uneven, where it is uneven."""
+    steps = step_spread(plain, config), step_spread(balanced, config)
+    microbatches = microbatch_spread(plain), microbatch_spread(balanced)
+    if _is_evened(*steps, _UNEVEN_STEPS):
+        yield (
+            f"the labels of an optimizer step vary by {steps[1]:.2%} of their mean instead of "
+            f"{steps[0]:.1%}"
+        )
+    elif _is_evened(*microbatches, _UNEVEN_MICROBATCHES):
+        yield (
+            f"the labels of a microbatch vary by {microbatches[1]:.2%} of their mean instead of "
+            f"{microbatches[0]:.1%}"
+        )
+    costs = [planned.stats.rank_cost_imbalance or 1.0 for planned in (plain, balanced)]
+    if _is_evened(costs[0] - 1, costs[1] - 1, _UNEVEN_RANKS):
+        yield f"the heaviest rank costs {costs[1]:.2f} times the mean instead of {costs[0]:.2f}"
+
+
+def _is_evened(before: float | None, after: float | None, uneven: float) -> bool:
+    return before is not None and after is not None and before > uneven and after < before / 2
 
 
 def _settings(candidate: Candidate, balanced: bool) -> dict[str, Any]:

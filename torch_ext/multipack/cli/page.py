@@ -157,10 +157,12 @@ def _plot(made: Figure, title: str, text: str) -> Plot:
 def _rows(found: report.Report) -> Plot:
     """The first microbatches, as padded and as recommended."""
     data, chosen = found.planned, found.recommendation
-    unpacked = found.outcomes[0].candidate.config
+    shown = {"recommended": chosen.config}
+    if isinstance(found.outcomes[0].plain, compare.Planned):
+        shown = {"unpacked": found.outcomes[0].candidate.config, **shown}
     panels = [
         rows_plot.Panel(name, list(_microbatches(data, config)), capacity(config, "train"))
-        for name, config in (("unpacked", unpacked), ("recommended", chosen.config))
+        for name, config in shown.items()
     ]
     return _plot(
         rows_plot.figure(panels, _WIDTH),

@@ -152,17 +152,19 @@ def make_report(
 
     summary = compare.summarise(data, config)
     planned = compare.thin(data, most)
-    with tqdm(total=compare.count_plans(config), unit=" plans", delay=1.0) as bar:
+    try:
+        if summary.over_long and config.excess_length_strategy == "raise":
+            compare.make_plan(data, config)  # which raises for the first of them
+        with tqdm(total=compare.count_plans(config), unit=" plans", delay=1.0) as bar:
 
-        def told(name: str) -> None:
-            bar.set_description(f"planning {name}", refresh=False)
-            bar.update()
+            def told(name: str) -> None:
+                bar.set_description(f"planning {name}", refresh=False)
+                bar.update()
 
-        try:
             outcomes = compare.compare(planned, config, told)
-            recommendation = compare.recommend(outcomes, config, summary)
-        except ValueError as error:
-            raise CliError(f"{', '.join(map(str, paths))}: {error}") from error
+        recommendation = compare.recommend(outcomes, config, summary)
+    except ValueError as error:
+        raise CliError(f"{', '.join(map(str, paths))}: {error}") from error
     source = str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     return Report(source, config, summary, notes, planned, outcomes, recommendation)
 

@@ -114,12 +114,19 @@ def add_label_counts(data: Lengths, path: Path) -> Lengths:
     if data.label_counts is not None:
         raise CliError(f"{path}: the data have label counts of their own; leave out --label-counts")
     (counts, *others), _ = read([path], Options(multipack.Config()))
-    if others != [None, None]:
+    if any(other is not None for other in others):
         raise CliError(f"{path}: expected one label count for each sample, found columns")
     if len(counts) != len(data.lengths):
         raise CliError(
             f"{path}: {len(counts):,} label counts for {len(data.lengths):,} samples: give one for "
             "each"
+        )
+    many = counts > data.lengths
+    if many.any():
+        row = int(np.argmax(many))
+        raise CliError(
+            f"{path}: row {row}: {counts[row]} labels, but the sample has {data.lengths[row]} "
+            "tokens"
         )
     return data._replace(label_counts=counts)
 
@@ -254,13 +261,10 @@ class _Reader:
                 raise BadRecordError(_PADDED)
             return _Measure(len(ids), None, None, 1) if labels is None else self._count(labels)
         if "length" in record:
-            label_count = record.get("label_count")
-            return _Measure(
-                _natural(record["length"], "`length`"),
-                None if label_count is None else _natural(label_count, "`label_count`"),
-                None,
-                _natural(record.get("count", 1), "`count`"),
-            )
+            length, label_count = _natural(record["length"], "`length`"), record.get("label_count")
+            if label_count is not None and _natural(label_count, "`label_count`") > length:
+                raise BadRecordError(f"{label_count} labels, but {length} tokens")
+            return _Measure(length, label_count, None, _natural(record.get("count", 1), "`count`"))
         if not any(name in record for name in _TEXT):
             found = ", ".join(f"`{key}`" for key in record) or "an empty object"
             raise BadRecordError(f"expected {_KINDS}, found {found}; {_RENAME}")
@@ -308,17 +312,22 @@ class _Reader:
         count: Integers | None,
     ) -> Iterator[Lengths]:
         """A piece of columns of numbers, of which the first is number `start` of its file."""
-        good = np.ones(len(lengths), bool)
-        for name, column in (("length", lengths), ("label count", label_counts), ("count", count)):
-            if column is not None and len(column) and column.min() < 0:
-                wrong = np.flatnonzero(column < 0)
-                text = f"{where}: row {start + wrong[0]}: the {name} is missing or negative"
-                self._count_bad(text, int(good[wrong].sum()))
-                good[wrong] = False
-        columns = [lengths, label_counts, count]
-        if not good.all():
-            columns = [None if column is None else column[good] for column in columns]
-        lengths, label_counts, count = columns
+        columns = {"length": lengths, "label count": label_counts, "count": count}
+        faults = [
+            (column < 0, f"the {name} is missing or negative")
+            for name, column in columns.items()
+            if column is not None
+        ]
+        if label_counts is not None:
+            faults.append((label_counts > lengths, "more labels than tokens"))
+        bad = np.logical_or.reduce([wrong for wrong, _ in faults])
+        if bad.any():
+            first = int(np.argmax(bad))
+            text = next(text for wrong, text in faults if wrong[first])
+            self._count_bad(f"{where}: row {start + first}: {text}", int(np.count_nonzero(bad)))
+            lengths, label_counts, count = (
+                None if column is None else column[~bad] for column in columns.values()
+            )
         self._check_piece(where, start, label_counts is not None)
         if count is not None:
             lengths = np.repeat(lengths, count)
