@@ -236,6 +236,8 @@ def test_a_folder_without_a_fast_tokenizer_is_read_by_transformers(tmp_path: Pat
 def test_columns_may_have_other_names(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", {"question": "Why?", "answer": "So."})
     columns = {"prompt": "question", "completion": "answer"}
+    options = ["--column", "prompt=question", "--column", "completion=answer"]
+    assert main(["report", *options, str(path), "--sequence-len", "99"]) == 0
 
     found, _ = read(path, columns=columns)
 
@@ -280,7 +282,7 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
         (
             '{"question": "a", "answer": "b"}',
             "expected `input_ids`, `length`, `messages`, `prompt` and `completion`, or `text`, "
-            "found `question`, `answer`; if they have other names, give --columns, as in --columns "
+            "found `question`, `answer`; if they have other names, give --column, as in --column "
             "text=body",
         ),
         (
@@ -353,8 +355,8 @@ def save_table(path: Path, **columns: Any) -> None:
             "a.parquet",
             lambda path: save_table(path, tokens=[1]),
             "{path}: expected columns `input_ids`, `length`, `messages`, `prompt` and "
-            "`completion`, or `text`, found `tokens`; if they have other names, give --columns, as "
-            "in --columns text=body",
+            "`completion`, or `text`, found `tokens`; if they have other names, give --column, as "
+            "in --column text=body",
         ),
         (
             "a.parquet",
@@ -480,8 +482,9 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
         main(["report", "--help"])
     text = capsys.readouterr().out
     for field in dataclasses.fields(multipack.Config):
-        assert f"--{field.name}" in text
         assert f"--{field.name.replace('_', '-')}" in text
+    # The text below a field in the source, and its default.
+    assert "Microbatches per rank and optimizer step. [1]" in text
 
 
 def test_options_override_the_file_and_are_read_as_yaml_is(
@@ -516,8 +519,8 @@ def test_options_override_the_file_and_are_read_as_yaml_is(
         (["--config", "wrong.yml"], "unknown setting 'sequnce_len', did you mean 'sequence_len'?"),
         (["--sequence-len", "8", "--sample=-1"], "--sample is -1, but must be 0 or more"),
         (
-            ["--sequence-len", "8", "--columns", "text"],
-            "--columns takes KEY=NAME, as in text=body, but found 'text'",
+            ["--sequence-len", "8", "--column", "text"],
+            "--column takes KEY=NAME, as in text=body, but found 'text'",
         ),
         (
             ["--sequence-len", "8", "--excess-length-strategy", "raise"],

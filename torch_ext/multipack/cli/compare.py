@@ -27,6 +27,8 @@ ALGORITHMS = ("best_fit_decreasing", "tight", "first_fit", "next_fit")
 _WORTH_TIGHT = 0.005
 # What packing must save, of steps or of tokens computed, to be recommended.
 _WORTH_PACKING = 0.05
+# The share of its unevenness that balancing must get below, to be recommended.
+_WORTH_BALANCING = 0.8
 # How much the labels of a microbatch or step must vary, over their mean, for balancing.
 _UNEVEN_MICROBATCHES = 0.05
 _UNEVEN_STEPS = 0.01
@@ -367,7 +369,7 @@ def _choose(unpacked: list[Outcome], packed: list[Outcome]) -> tuple[Outcome, st
 def _reasons_to_balance(
     plain: Planned, balanced: Planned, config: multipack.Config
 ) -> Iterator[str]:
-    """What balancing makes less than half as uneven, where it is uneven."""
+    """What balancing evens, where it is uneven."""
     steps = step_spread(plain, config), step_spread(balanced, config)
     microbatches = microbatch_spread(plain), microbatch_spread(balanced)
     if _is_evened(*steps, _UNEVEN_STEPS):
@@ -386,7 +388,9 @@ def _reasons_to_balance(
 
 
 def _is_evened(before: float | None, after: float | None, uneven: float) -> bool:
-    return before is not None and after is not None and before > uneven and after < before / 2
+    if before is None or after is None:
+        return False
+    return before > uneven and after < _WORTH_BALANCING * before
 
 
 def _settings(candidate: Candidate, balanced: bool) -> dict[str, Any]:

