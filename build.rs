@@ -59,6 +59,8 @@ mod torch {
             .std("c++20")
             .flag_if_supported("-Wall")
             .flag_if_supported("-Wextra")
+            // The loops that attention_cpu.cpp marks for vector instructions; no OpenMP library.
+            .flag_if_supported("-fopenmp-simd")
             // The dispatcher finds the ops through static initialisers that nothing refers to.
             .link_lib_modifier("+whole-archive");
         println!("cargo:rerun-if-env-changed=LIBTORCH_CXX11_ABI");

@@ -43,6 +43,14 @@ Scalar pad=0) -> Tensor
 multipack::block_mask(Tensor segment_ids, *, bool causal=True, int? window=None, \
 ScalarType? dtype=None) -> Tensor
 multipack::boundaries(Tensor position_ids) -> Tensor
+multipack::attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, *, SymInt? max_seqlen=None, \
+bool causal=True, int? window=None, float? scale=None, float dropout_p=0.) -> Tensor
+multipack::_attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, \
+SymInt? max_seqlen, bool causal, int? window, float? scale, float dropout_p) -> (Tensor out, \
+Tensor logsumexp, Tensor random)
+multipack::_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, \
+Tensor logsumexp, Tensor random, Tensor cu_seqlens, SymInt? max_seqlen, bool causal, int? window, \
+float? scale, float dropout_p) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)
 """
 
 COLLATE = """
