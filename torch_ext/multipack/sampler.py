@@ -296,8 +296,13 @@ class MultipackBatchSampler(Sampler[Batch]):
                 f"states of this iteration will not hold a position: {latest.fault}", stacklevel=2
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, epochs: float | None = None) -> dict[str, Any]:
         """Return the position as plain data, which ``torch.load(weights_only=True)`` reads.
+
+        Args:
+            epochs (float): The position as a trainer counts it that skips what was done by itself,
+                a number of epochs: 1.25 is a quarter into epoch 1. None: what was consumed or
+                yielded.
 
         Returns:
             dict[str, Any]: The `version` of this format; what the order of samples depends on
@@ -308,11 +313,17 @@ class MultipackBatchSampler(Sampler[Batch]):
                 is not known, it is None, and `replay_error` says why.
         """
         latest = self._latest
-        state = self._state(
-            latest, latest.consumed if self._state_follows_consumed else latest.yielded
-        )
-        if latest.fault is not None:
-            state |= {"epoch": latest.epoch, "position": None, "replay_error": latest.fault}
+        if epochs is None:
+            done = latest.consumed if self._state_follows_consumed else latest.yielded
+            state, fault = self._state(latest, done), latest.fault
+        else:
+            try:
+                state, fault = self._state_at(*self._epoch_position({"epoch": epochs})), None
+            except ValueError:
+                state = self._state(latest, 0)
+                fault = f"the trainer counted {epochs} epochs, which is not the end of a step"
+        if fault is not None:
+            state |= {"epoch": latest.epoch, "position": None, "replay_error": fault}
         return state
 
     def _state(self, latest: _Pass, done: int) -> dict[str, Any]:
@@ -320,6 +331,9 @@ class MultipackBatchSampler(Sampler[Batch]):
         epoch, position = latest.epoch, latest.start + done
         if done > 0 and position >= latest.count:
             epoch, position = epoch + 1, 0
+        return self._state_at(epoch, position)
+
+    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
         return {
             "version": _VERSION,
             **self._identity(),
@@ -362,6 +376,25 @@ class MultipackBatchSampler(Sampler[Batch]):
             else:
                 self._go_to(self._epoch, 0)
             return
+        self._go_to(*self.position_of(state))
+
+    def position_of(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the position that a state names, without going there.
+
+        For trainers that skip what was done by themselves: going there too would skip it twice.
+
+        Args:
+            state (Mapping): As for `load_state_dict`.
+
+        Returns:
+            tuple[int, int]: The epoch, and the microbatches of it that are done.
+
+        Raises:
+            TypeError, ValueError: As for `load_state_dict`.
+
+        Warns:
+            UserWarning: As for `load_state_dict`.
+        """
         if "version" not in state and "epoch" in state:
             epoch, position = self._epoch_position(state)
         else:
@@ -370,8 +403,8 @@ class MultipackBatchSampler(Sampler[Batch]):
         if position > count:
             raise ValueError(f"position is {position}, but epoch {epoch} has {count} microbatches")
         if position == count > 0:
-            epoch, position = epoch + 1, 0
-        self._go_to(epoch, position)
+            return epoch + 1, 0
+        return epoch, position
 
     def _saved_position(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Return the epoch and the position of a state, which must belong to this order."""
@@ -391,7 +424,7 @@ class MultipackBatchSampler(Sampler[Batch]):
             warnings.warn(
                 f"the data set's fingerprint was {before!r} and is now {now!r}; lengths and label "
                 "counts are the same, so the order is too, but the texts may be others",
-                stacklevel=3,
+                stacklevel=4,
             )
         return epoch, position
 
