@@ -1,5 +1,6 @@
-"""Hugging Face transformers: attention over packed rows."""
+"""Hugging Face transformers: attention over packed rows, and the Trainer on packed batches."""
 
 from multipack.integrations._attention import register_attention
+from multipack.integrations._trainer import PackedTrainer
 
-__all__ = ["register_attention"]
+__all__ = ["PackedTrainer", "register_attention"]

@@ -1,0 +1,629 @@
+"""The Trainer of transformers, on the batches of a plan.
+
+`PackedTrainer` replaces what a Trainer does about data and leaves the rest alone: it plans with
+the batch sizes, accumulation, seed and data-parallel ranks that the trainer really has, feeds it
+whole microbatches, and keeps in every checkpoint where in the plan it was. On resume that position
+is checked, and the trainer skips to it by itself, as it always does.
+
+It is a subclass, and it works in front of other trainers:
+
+    class MyPackedTrainer(PackedTrainer, MyTrainer): ...
+
+Cost: one pass over the lengths and labels of the data set, in its Arrow buffers where it has some,
+and a plan for each epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints, seed_worker
+
+from multipack._config import Config, Split, layout
+from multipack._plan import count_labels
+from multipack._samples import token_array
+from multipack.collate import IGNORED_LABEL, Collator
+from multipack.dataset import PackedDataset, RowDataset
+from multipack.integrations import _checkpoint
+from multipack.integrations._ranks import check_ranks
+from multipack.sampler import MultipackBatchSampler
+
+# Names of trainers that do not train on single causal texts, as parts of class names.
+_OTHER_TRAINERS = {
+    "reward models": ("Reward", "PRM"),
+    "preferences": ("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO"),
+    "reinforcement learning": ("PPO", "GRPO", "RLOO", "GMPO", "A2PO", "OnlineDPO", "NashMD", "XPO"),
+    "distillation": ("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
+    "diffusion": ("Diffusion", "DDPO"),
+}
+
+# Attention whose tensors have a part for each row.
+_SCATTERED = ("bool", "additive", "none")
+
+_FLAT_COLUMNS = {"input_ids", "labels", "attention_mask"}
+
+
+class PackedTrainer(Trainer):
+    """A Trainer whose batches are packed, padded or flattened, and balanced, as a `Config` says.
+
+        trainer = PackedTrainer(
+            model=model,
+            args=TrainingArguments(output_dir="out", per_device_train_batch_size=4),
+            train_dataset=dataset,
+            config=Config(sequence_len=4096, balance_labels=True),
+        )
+        trainer.train(resume_from_checkpoint=True)
+
+    Data sets hold `input_ids` and, if not every token is supervised, `labels`. Those of Hugging
+    Face are read in their Arrow buffers; other map-style data sets are read through once.
+
+    Sizes are the trainer's: `per_device_train_batch_size` (times the GPUs of a single process, less
+    what `auto_find_batch_size` took off), the same for evaluation, `gradient_accumulation_steps`,
+    the data-parallel ranks (peers in tensor and context parallelism get the same batches),
+    `data_seed` or `seed`. Leave them out of the config; what contradicts the trainer is refused.
+    What fills no round of ranks is for the config's `incomplete_batches` to decide, and
+    `dataloader_drop_last` is not looked at.
+
+    The evaluation loss is the mean over all supervised tokens, so that it does not depend on how
+    the samples lie in batches. `predict` works as in any Trainer, with its own collator.
+
+    Args:
+        model: A causal language model of transformers.
+        args (TrainingArguments): As for the Trainer.
+        config (Config): The settings.
+        data_collator (Collator): How batches are made, where the choice for the model is not right;
+            its settings are those of `config` all the same.
+        **kwargs: Further arguments of the Trainer.
+
+    Raises:
+        TypeError: If the collator is another one, or a data set is not map-style.
+        ValueError: If an argument of the trainer, or the kind of trainer or model, excludes a plan;
+            the text names it.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        config: Config,
+        data_collator: Collator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(config, Config):
+            raise TypeError(f"config is a {type(config).__name__}, but must be a multipack.Config")
+        if data_collator is not None and not isinstance(data_collator, Collator):
+            raise TypeError(
+                f"data_collator is a {type(data_collator).__name__}, but the batches of a plan are "
+                "made by a multipack.Collator: leave it out, or give one"
+            )
+        self._packing = config
+        self._template = data_collator
+        self._train_plan: MultipackBatchSampler | None = None
+        self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
+        self._token_losses: list[torch.Tensor] | None = None
+        super().__init__(model, args, **kwargs)
+        _refuse_kind(self)
+        _refuse_arguments(self, config)
+        for dataset in (self.train_dataset, *_each(self.eval_dataset)):
+            _refuse_stream(dataset)
+        self._collator("train")
+        if self.eval_dataset is not None:
+            self._collator("eval")
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the training microbatches of this rank."""
+        if self.train_dataset is None:
+            loader: DataLoader[Any] = super().get_train_dataloader()  # has the error for it
+            return loader
+        loader, self._train_plan = self._loader(self.train_dataset, "train")
+        if len(self._train_plan) == 0:
+            raise ValueError(
+                "the plan of the training data is empty: it does not fill one round of microbatches"
+                f"\n{self._train_plan.plan.stats}"
+            )
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the loader of the evaluation microbatches of this rank.
+
+        Args:
+            eval_dataset: A data set, the name of one of several, or None: the trainer's.
+        """
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        elif isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        if eval_dataset is None:
+            loader: DataLoader[Any] = super().get_eval_dataloader()  # has the error for it
+            return loader
+        _refuse_stream(eval_dataset)
+        config = self._config()
+        for known, settings, loader in self._eval_loaders:
+            if known is eval_dataset and settings == config:
+                return loader
+        loader, _ = self._loader(eval_dataset, "eval")
+        if any(known is eval_dataset for known in _each(self.eval_dataset)):
+            self._eval_loaders.append((eval_dataset, config, loader))
+        return loader
+
+    def _loader(self, dataset: Any, split: Split) -> tuple[DataLoader[Any], MultipackBatchSampler]:
+        """Plan a data set and return the loader of this rank's share."""
+        collator = self._collator(split)
+        config = collator.config
+        fingerprint = getattr(dataset, "_fingerprint", None)
+        data: Dataset[Any]
+        collate: Any = collator
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            dataset = self._remove_unused_columns(dataset, description=split)
+            flat = PackedDataset.from_arrow(dataset, collator=collator)
+            lengths, counts, starts = flat.lengths, None, None
+            if "labels" in dataset.column_names:
+                counts, starts = flat.label_counts(config)
+            if _FLAT_COLUMNS.issuperset(dataset.column_names):
+                data, collate = flat, dict  # the batches are finished
+            else:
+                data = RowDataset(dataset)
+        else:
+            dataset = self._without_unused_keys(dataset)
+            lengths, counts, starts = _measure(dataset, config)
+            data = RowDataset(dataset)
+        sampler = MultipackBatchSampler(
+            lengths,
+            counts,
+            config,
+            label_starts=starts,
+            rank=self.args.process_index // self._peers,
+            split=split,
+            fingerprint=fingerprint,
+        )
+        args = self.args
+        loader: DataLoader[Any] = DataLoader(
+            _Microbatches(data),
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            in_order=args.dataloader_in_order,
+            worker_init_fn=partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+        )
+        # The batches are this rank's own already: as if there were no other process.
+        prepared: DataLoader[Any] = prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.accelerator.device_placement,
+            rng_types=self.accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            non_blocking=self.accelerator.non_blocking,
+        )
+        return prepared, sampler
+
+    def _collator(self, split: Split) -> Collator:
+        """Return what makes batches, with the settings that the trainer really has."""
+        collator = copy.copy(self._template or _collator_for(self.model, self.processing_class))
+        config = self._config()
+        if config.multipack_real_batches is None and layout(config, split) == "one_row":
+            # A dense mask of one long row takes as much as those of its rows, squared.
+            masked = collator.attention in _SCATTERED
+            config = config.replace(multipack_real_batches=masked or self.args.n_gpu > 1)
+        kind = layout(config, split)
+        if self.args.n_gpu > 1:
+            fault = None
+            if kind in ("one_row", "flattened"):
+                fault = "one row"
+            elif collator.attention not in _SCATTERED:
+                fault = f"attention={collator.attention!r}, whose borders run through all rows"
+            if fault is not None:
+                raise ValueError(
+                    f"{self.args.n_gpu} GPUs in one process share a batch by its rows, but this "
+                    f"one has {fault}: start a process for each GPU with torchrun, or set "
+                    "multipack_real_batches and an attention with masks"
+                )
+        if self.get_cp_size() > 1 and kind != "padded":
+            raise ValueError(
+                f"context parallelism (cp_size {self.get_cp_size()}) attends over whole rows, so "
+                "the samples of a row would see one another: set sample_packing and "
+                "batch_flattening to False"
+            )
+        collator.config, collator.split = config, split
+        return collator
+
+    def _config(self) -> Config:
+        """Return the settings with the sizes that the trainer has at this time."""
+        args = self.args
+        seeds: dict[str, Any] = {"seed": args.seed}
+        if args.data_seed is not None:
+            seeds["data_seed"] = args.data_seed
+        return self._packing.replace(
+            micro_batch_size=self._train_batch_size,
+            eval_batch_size=args.eval_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            world_size=args.world_size // self._peers,
+            **seeds,
+        )
+
+    @property
+    def _peers(self) -> int:
+        """Processes that share one data-parallel rank's batches."""
+        return int(self.get_tp_size() * self.get_cp_size())
+
+    def _without_unused_keys(self, dataset: Any) -> Any:
+        """Drop the keys of samples that the model does not take, as is done with columns."""
+        if not self.args.remove_unused_columns:
+            return dataset
+        self._set_signature_columns_if_needed()
+        return _Keys(dataset, frozenset(self._signature_columns or ()))
+
+    # Epochs, which may differ in length
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> Any:
+        """Count epochs and steps, as the Trainer does, of epochs that may differ in length."""
+        values = list(super().set_initial_training_values(args, dataloader))
+        sampler = self._plan_of_training()
+        if args.max_steps > 0:
+            epochs = 1
+            while sampler.total_steps(epochs) < args.max_steps:
+                epochs += 1
+            values[0] = epochs
+        else:
+            whole = int(args.num_train_epochs)
+            steps = sampler.total_steps(whole)
+            if (part := args.num_train_epochs - whole) > 0:
+                steps += -int(-part * (sampler.total_steps(whole + 1) - steps) // 1)
+            values[-1] = steps
+        return tuple(values)
+
+    def _run_epoch(self, **kwargs: Any) -> None:  # type: ignore[override]
+        sampler = self._plan_of_training()
+        # The wrappers around it need not pass this on: here it is done.
+        sampler.set_epoch(kwargs["epoch"])
+        kwargs["steps_in_epoch"] = len(sampler)
+        kwargs["num_update_steps_per_epoch"] = -(
+            -len(sampler) // self.args.gradient_accumulation_steps
+        )
+        super()._run_epoch(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _plan_of_training(self) -> MultipackBatchSampler:
+        assert self._train_plan is not None, "the trainer makes its loader first"
+        return self._train_plan
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the Trainer does; a newest checkpoint that is not whole is passed over.
+
+        Args:
+            resume_from_checkpoint (str | bool): A checkpoint, or True: the newest in `output_dir`.
+            *args: As for the Trainer.
+            **kwargs: As for the Trainer.
+
+        Raises:
+            RuntimeError: If the ranks do not follow one plan.
+            ValueError: If there is no whole checkpoint to resume from, or it was made with another
+                order of samples; every difference is named.
+
+        Warns:
+            UserWarning: If it resumes from another checkpoint than the newest.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._whole_checkpoint(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _whole_checkpoint(self, asked: Any) -> str:
+        """Return the checkpoint that all ranks resume from: rank 0 looks, and tells the others."""
+        answer: list[Any] = [None, None]
+        if self.args.process_index == 0:
+            try:
+                newest = asked is True
+                folder = str(self.args.output_dir) if newest else asked
+                answer[0] = _checkpoint.choose(folder, newest=newest)
+            except ValueError as error:
+                answer[1] = str(error)
+        broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise ValueError(answer[1])
+        return str(answer[0])
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        # All ranks come here; a loader may be asked for by one alone.
+        sampler = self._plan_of_training()
+        check_ranks(sampler, peers=self._peers)
+        done: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None:
+            return done
+        checkpoint = resume_from_checkpoint
+        state = _checkpoint.sampler_state(checkpoint) or {"epoch": self.state.epoch}
+        if self.args.ignore_data_skip:
+            epoch = state["epoch"]
+            return (int(epoch) if epoch is not None else done[0]), 0
+        return sampler.position_of(state)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial=trial))
+        folder = run / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            _checkpoint.begin(folder)
+        # Nothing is deleted, and nothing is uploaded, before this one is whole.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self._finish_checkpoint(folder)
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._finish_checkpoint(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            state = self._plan_of_training().state_dict(epochs=self.state.epoch or 0.0)
+            _checkpoint.finish(folder, state)
+
+    # Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate, as the Trainer does; the loss is the mean over tokens, not over batches."""
+        arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        sampler = getattr(dataloader, "batch_sampler", None)
+        if not isinstance(sampler, MultipackBatchSampler) or self.get_cp_size() > 1:
+            return super().evaluation_loop(*arguments)
+        check_ranks(sampler, peers=self._peers)
+        self._token_losses = []
+        try:
+            output = super().evaluation_loop(*arguments)
+            losses = self._token_losses
+        finally:
+            self._token_losses = None
+        if losses and output.metrics is not None:
+            sums = self.accelerator.gather(torch.stack(losses).sum(0, keepdim=True)).sum(0)
+            output.metrics[f"{metric_key_prefix}_loss"] = (sums[0] / sums[1]).item()
+        return output
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate one microbatch, as the Trainer does, and keep its loss with its tokens."""
+        labels = inputs.get("labels")
+        result: tuple[Any, Any, Any] = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
+        loss = result[0]
+        if self._token_losses is not None and loss is not None and labels is not None:
+            tokens = (labels[..., 1:] != IGNORED_LABEL).sum().to(loss.device, torch.float32)
+            # A microbatch of repeats alone has no tokens, and a loss of 0/0.
+            summed = torch.where(tokens > 0, loss.float() * tokens, 0.0)
+            self._token_losses.append(torch.stack([summed, tokens]))
+        return result
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self._token_losses is not None:
+            return None  # so that the loss is the mean over the tokens of this microbatch alone
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+
+class _Microbatches(Dataset[Any]):
+    """Whole microbatches, for accelerate."""
+
+    # Nothing was repeated to fill the last batch up, so accelerate is to cut nothing off.
+    total_dataset_length = 0
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, batch: Any) -> Any:
+        return self.dataset.__getitems__(batch)
+
+
+class _Keys(Dataset[Any]):
+    """A data set whose samples have some of the keys only."""
+
+    def __init__(self, dataset: Any, keys: frozenset[str]) -> None:
+        self.dataset = dataset
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {key: value for key, value in self.dataset[index].items() if key in self.keys}
+
+
+def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
+    """Read through a data set for lengths, label counts and label starts, 1000 samples at a time.
+
+    Raises:
+        ValueError: If only some samples have labels.
+    """
+    lengths, counts, starts = [], [], []
+    for first in range(0, len(dataset), 1000):
+        samples = [dataset[i] for i in range(first, min(first + 1000, len(dataset)))]
+        numbers = range(first, first + len(samples))
+        sizes = [len(sample["input_ids"]) for sample in samples]
+        lengths += sizes
+        labels = [
+            np.asarray(token_array(sample["labels"], "labels", number))
+            for number, sample in zip(numbers, samples, strict=True)
+            if "labels" in sample
+        ]
+        if labels:
+            flat = torch.from_numpy(np.concatenate(labels).astype(np.int64))
+            offsets = torch.tensor([0, *np.cumsum([len(part) for part in labels])])
+            found, started = count_labels(flat, offsets, config)
+            counts.append(found)
+            starts.append(started)
+    if not counts:
+        return lengths, None, None
+    labelled = sum(len(part) for part in counts)
+    if labelled != len(lengths):
+        raise ValueError(
+            f"{labelled} of {len(lengths)} samples have labels: give them to all, or to none"
+        )
+    return lengths, torch.cat(counts), torch.cat(starts)
+
+
+def _each(datasets_: Any) -> Iterator[Any]:
+    """Yield one data set, or several from a mapping, or none."""
+    if isinstance(datasets_, dict):
+        yield from datasets_.values()
+    elif datasets_ is not None:
+        yield datasets_
+
+
+def _collator_for(model: Any, tokenizer: Any) -> Collator:
+    """Return a collator for the attention that the model uses."""
+    implementation = str(getattr(model.config, "_attn_implementation", "eager"))
+    attention = {"sdpa": "bool", "eager": "additive", "flex_attention": "flex"}.get(
+        implementation, "multipack" if implementation == "multipack" else "flash"
+    )
+    if attention != "flash" and getattr(model.config, "sliding_window", None) is not None:
+        attention = "none"  # transformers makes a mask for each kind of layer, from the positions
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return Collator(
+        attention=attention,
+        pad_token_id=0 if pad is None else pad,
+        dtype=model.dtype if attention == "additive" else None,
+    )
+
+
+def _refuse_kind(trainer: Trainer) -> None:
+    """Refuse trainers and models that do not learn single causal texts.
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    for base in type(trainer).__mro__:
+        for what, parts in _OTHER_TRAINERS.items():
+            name = base.__name__
+            if name.endswith("Trainer") and any(part in name for part in parts):
+                raise ValueError(
+                    f"{name} is a trainer for {what}, but multipack packs and balances "
+                    "the samples of causal language-model training: use it with Trainer or "
+                    "SFTTrainer"
+                )
+    config = getattr(trainer.model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(trainer.model).__name__} is an encoder with a decoder, but multipack packs the "
+            "samples of causal language models"
+        )
+    if "diffusion" in getattr(config, "model_type", ""):
+        raise ValueError(
+            f"{type(trainer.model).__name__} is a diffusion model, but multipack packs and "
+            "balances the samples of causal language models"
+        )
+
+
+def _refuse_arguments(trainer: PackedTrainer, config: Config) -> None:
+    """Refuse arguments of the trainer that a plan excludes, and settings that contradict them.
+
+    Raises:
+        ValueError: If there is such an argument.
+    """
+    args = trainer.args
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        raise ValueError(
+            f"train_sampling_strategy is {strategy!r}, but the plan says which samples go together "
+            "and when: leave it out (for the order of the data set, set "
+            "sample_packing_sequentially in the config)"
+        )
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(args.accelerator_config, name):
+            raise ValueError(
+                f"accelerator_config has {name}, which would cut microbatches up: leave it out"
+            )
+    if getattr(trainer.processing_class, "padding_side", "right") != "right":
+        raise ValueError(
+            "the tokenizer pads on the left, but batches are padded on the right: set its "
+            "padding_side to 'right'"
+        )
+    if trainer.get_sp_size() > 1:
+        raise ValueError(
+            f"sequence parallelism (sp_size {trainer.get_sp_size()}) exchanges batches between its "
+            "ranks, which a plan does not know of: leave it out"
+        )
+    decided = {
+        "micro_batch_size": ("per_device_train_batch_size", args.per_device_train_batch_size),
+        "eval_batch_size": ("per_device_eval_batch_size", args.per_device_eval_batch_size),
+        "gradient_accumulation_steps": (
+            "gradient_accumulation_steps",
+            args.gradient_accumulation_steps,
+        ),
+        "world_size": ("number of data-parallel ranks", args.world_size // trainer._peers),
+        "seed": ("seed", args.seed),
+        "data_seed": ("data_seed", args.data_seed),
+    }
+    defaults = Config()
+    for key, (name, value) in decided.items():
+        here = getattr(config, key)
+        if value is not None and here not in (getattr(defaults, key), value):
+            raise ValueError(
+                f"the config has {key} {here}, but the trainer's {name} is {value}: leave it out "
+                "of the config"
+            )
+
+
+def _refuse_stream(dataset: Any) -> None:
+    """Refuse data sets without indices.
+
+    Raises:
+        TypeError: If it is one.
+    """
+    if isinstance(dataset, IterableDataset | datasets.IterableDataset):
+        raise TypeError(
+            "the data set is a stream, but a plan needs indices: give a map-style data set, or "
+            "pack the stream with multipack.StreamingMultipack in a plain Trainer"
+        )
