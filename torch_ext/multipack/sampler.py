@@ -69,7 +69,7 @@ class _Batches(Iterator[Batch]):
         sampler = self._sampler
         self._plan = sampler.plan
         self._pass = _Pass(sampler._epoch, sampler._start, sampler._count(self._plan))
-        sampler._latest = self._pass
+        sampler._latest, sampler._loaded = self._pass, False
 
     def _number(self) -> int:
         return self._pass.start + self._pass.yielded
@@ -193,6 +193,8 @@ class MultipackBatchSampler(Sampler[Batch]):
         self._digests: dict[int, str] = {}
         self._epoch = 0
         self._start = 0
+        # Whether the position was loaded, and no iteration has begun there.
+        self._loaded = False
         self._latest = _Pass(0, 0)
         self._state_follows_consumed = False
         # Plans at once, so that what cannot be planned fails here and not at the first batch.
@@ -232,9 +234,18 @@ class MultipackBatchSampler(Sampler[Batch]):
         Raises:
             TypeError: If it is not an integer.
             ValueError: If it is negative.
+
+        Warns:
+            UserWarning: If a position was loaded in another epoch, and nothing came of it.
         """
         epoch = integer("epoch", epoch, least=0)
         if epoch != self._epoch:
+            if self._loaded:
+                warnings.warn(
+                    f"set_epoch({epoch}) leaves the position that was loaded, microbatch "
+                    f"{self._start} of epoch {self._epoch}: tell the loader or trainer its epoch",
+                    stacklevel=2,
+                )
             self._go_to(epoch, 0)
 
     def total_steps(self, epochs: int) -> int:
@@ -377,6 +388,7 @@ class MultipackBatchSampler(Sampler[Batch]):
                 self._go_to(self._epoch, 0)
             return
         self._go_to(*self.position_of(state))
+        self._loaded = True
 
     def position_of(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Return the position that a state names, without going there.
@@ -469,7 +481,7 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     def _go_to(self, epoch: int, position: int) -> None:
         """Stand at a position; an iteration under way no longer counts."""
-        self._epoch, self._start = epoch, position
+        self._epoch, self._start, self._loaded = epoch, position, False
         self._latest = _Pass(epoch, position)
 
     def _plan_of(self, epoch: int) -> Plan:

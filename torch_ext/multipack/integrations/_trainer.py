@@ -37,6 +37,10 @@ from multipack._samples import token_array
 from multipack.collate import IGNORED_LABEL, Collator
 from multipack.dataset import PackedDataset, RowDataset
 from multipack.integrations import _checkpoint
+from multipack.integrations._parallel import (
+    refuse_context_parallelism,
+    refuse_sequence_parallelism,
+)
 from multipack.integrations._ranks import check_ranks
 from multipack.sampler import MultipackBatchSampler
 
@@ -240,12 +244,7 @@ class PackedTrainer(Trainer):
                     f"one has {fault}: start a process for each GPU with torchrun, or set "
                     "multipack_real_batches and an attention with masks"
                 )
-        if self.get_cp_size() > 1 and kind != "padded":
-            raise ValueError(
-                f"context parallelism (cp_size {self.get_cp_size()}) attends over whole rows, so "
-                "the samples of a row would see one another: set sample_packing and "
-                "batch_flattening to False"
-            )
+        refuse_context_parallelism(self.get_cp_size(), kind)
         collator.config, collator.split = config, split
         return collator
 
@@ -590,11 +589,7 @@ def _refuse_arguments(trainer: PackedTrainer, config: Config) -> None:
             "the tokenizer pads on the left, but batches are padded on the right: set its "
             "padding_side to 'right'"
         )
-    if trainer.get_sp_size() > 1:
-        raise ValueError(
-            f"sequence parallelism (sp_size {trainer.get_sp_size()}) exchanges batches between its "
-            "ranks, which a plan does not know of: leave it out"
-        )
+    refuse_sequence_parallelism(trainer.get_sp_size())
     decided = {
         "micro_batch_size": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "eval_batch_size": ("per_device_eval_batch_size", args.per_device_eval_batch_size),
