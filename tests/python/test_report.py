@@ -210,6 +210,7 @@ def test_labels_are_recounted_where_samples_are_truncated(tmp_path: Path) -> Non
     found, _ = sources.read([path], Options(config))
 
     assert (found.lengths.tolist(), found.label_counts.tolist()) == ([9], [3])
+    assert compare.summarise(found, config).label_share == 3 / 4
 
 
 @pytest.mark.parametrize("place", ["tokenizer.json", "."])
@@ -647,6 +648,7 @@ def test_the_data_are_told_before_any_setting_leaves_something_out(
         "over_long": 10,
         "over_long_tokens": 200,
         "label_tokens": 140,
+        "label_share": 140 / 300,
         "unlabelled": 10,
     }
 

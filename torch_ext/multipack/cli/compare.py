@@ -53,6 +53,8 @@ class Summary(NamedTuple):
     over_long_tokens: int
     label_tokens: int | None
     """Supervised tokens; None: no labels are given, so all are."""
+    label_share: float | None
+    """Their share of all tokens, or of those that truncation leaves."""
     unlabelled: int | None
     """Samples that are not empty and have no supervised token."""
 
@@ -64,7 +66,17 @@ def summarise(data: Lengths, config: multipack.Config) -> Summary:
     ranks = {f"{share:.0%}": min(n - 1, int(share * n)) for share in (0.5, 0.9, 0.99)}
     ordered = np.partition(lengths, sorted(set(ranks.values())))
     over = lengths > (config.sequence_len or 0)
+    over_long = int(np.count_nonzero(over))
     tokens = int(lengths.sum(dtype=np.int64))
+    over_long_tokens = int(lengths.sum(where=over, dtype=np.int64))
+    label_tokens = share = unlabelled = None
+    if counts is not None:
+        left = tokens
+        if config.excess_length_strategy == "truncate":
+            left += over_long * (config.sequence_len or 0) - over_long_tokens
+        label_tokens = int(counts.sum(dtype=np.int64))
+        share = label_tokens / max(1, left)
+        unlabelled = int(np.count_nonzero(lengths) - np.count_nonzero(counts))
     return Summary(
         samples=n,
         tokens=tokens,
@@ -73,12 +85,11 @@ def summarise(data: Lengths, config: multipack.Config) -> Summary:
         quantiles={name: int(ordered[rank]) for name, rank in ranks.items()},
         longest=int(lengths.max()),
         empty=n - int(np.count_nonzero(lengths)),
-        over_long=int(np.count_nonzero(over)),
-        over_long_tokens=int(lengths.sum(where=over, dtype=np.int64)),
-        label_tokens=None if counts is None else int(counts.sum(dtype=np.int64)),
-        unlabelled=None
-        if counts is None
-        else int(np.count_nonzero(lengths) - np.count_nonzero(counts)),
+        over_long=over_long,
+        over_long_tokens=over_long_tokens,
+        label_tokens=label_tokens,
+        label_share=share,
+        unlabelled=unlabelled,
     )
 
 

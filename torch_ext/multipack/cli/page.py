@@ -212,14 +212,15 @@ def _labels(found: report.Report) -> Plot:
     assert counts is not None
     axes.hist(counts, bins=_BINS, color=_AFTER)
     axes.set(xlabel="supervised tokens of a sample", ylabel="samples", yscale="log")
-    share = (found.summary.label_tokens or 0) / max(1, found.summary.tokens)
-    return _plot(made, "Labels", f"{share:.1%} of all tokens are supervised.")
+    return _plot(made, "Labels", f"{found.summary.label_share:.1%} of all tokens are supervised.")
 
 
 def _shares(found: report.Report) -> Plot:
     made, axes = _figure()
     counts, lengths = found.planned.label_counts, found.planned.lengths
     assert counts is not None
+    if found.config.excess_length_strategy == "truncate":
+        lengths = np.minimum(lengths, found.config.sequence_len or 0)
     axes.hist(counts / np.maximum(lengths, 1), bins=50, range=(0, 1), color=_AFTER)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.set(xlabel="supervised share of a sample", ylabel="samples")

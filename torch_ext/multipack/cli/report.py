@@ -241,8 +241,7 @@ def data_lines(report: Report) -> Iterator[tuple[str, str]]:
     if found.label_tokens is None:
         yield "supervised", "all tokens, as no labels are given"
     else:
-        share = found.label_tokens / max(1, found.tokens)
-        yield "supervised", f"{found.label_tokens:,} tokens, {share:.1%}"
+        yield "supervised", f"{found.label_tokens:,} tokens, {found.label_share:.1%}"
         unlabelled = ": dropped" if found.unlabelled and config.drop_unlabelled else ""
         yield "unlabelled", f"{found.unlabelled:,} without a supervised token{unlabelled}"
     for note in report.notes:
