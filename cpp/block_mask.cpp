@@ -23,6 +23,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 
@@ -43,6 +45,15 @@ double lowest(at::ScalarType dtype) {
     default: // float32, the only other one that check_mask lets pass
       return std::numeric_limits<float>::lowest();
   }
+}
+
+// Memory for a mask (R, L, L) whose rows begin at multiples of 16 entries. SDPA's kernels on GPUs
+// want that, and would copy a mask that is laid out otherwise, in every layer again.
+at::Tensor aligned(const at::Tensor& ids, at::ScalarType dtype) {
+  const int64_t row_len = ids.size(1);
+  const int64_t stride = (row_len + 15) / 16 * 16;
+  return at::empty({ids.size(0), row_len, stride}, ids.options().dtype(dtype))
+      .narrow(2, 0, row_len);
 }
 
 at::Tensor block_mask(
@@ -70,7 +81,8 @@ at::Tensor block_mask(
 
   const at::Tensor key = at::arange(row_len, ids.options().dtype(at::kLong));
   const at::Tensor query = key.unsqueeze(1);
-  at::Tensor allowed = ids.unsqueeze(2) == ids.unsqueeze(1);
+  at::Tensor allowed = aligned(ids, at::kBool);
+  at::eq_out(allowed, ids.unsqueeze(2), ids.unsqueeze(1));
   if (causal) {
     allowed.logical_and_(key <= query);
   }
@@ -82,14 +94,15 @@ at::Tensor block_mask(
       allowed.logical_and_(key < query + reach);
     }
   }
-  allowed = allowed.unsqueeze(1);
   const at::ScalarType kind = dtype.value_or(at::kBool);
   if (kind == at::kBool) {
-    return allowed;
+    return allowed.unsqueeze(1);
   }
+  at::Tensor mask = aligned(ids, kind);
   const at::TensorOptions options = ids.options().dtype(kind);
-  return at::where(
-      allowed, at::scalar_tensor(0, options), at::scalar_tensor(lowest(kind), options));
+  at::where_out(
+      mask, allowed, at::scalar_tensor(0, options), at::scalar_tensor(lowest(kind), options));
+  return mask.unsqueeze(1);
 }
 
 } // namespace

@@ -22,8 +22,8 @@ use crate::{Error, Result, parallel};
 /// on Linux they would be granted and then end the process.
 const MOST_BYTES: u128 = 8 << 30;
 
-/// Mask entries per part of a parallel run, and the least for which threads are used.
-const PART: usize = 1 << 20;
+/// Bytes per part of a parallel run. Twice a huge page, so that few are written first by two threads.
+const PART_BYTES: usize = 4 << 20;
 
 /// What a mask is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,7 +167,7 @@ impl<I: Copy + Ord + Sync> Mask<'_, I> {
         }
         let rows: Vec<Runs> = self.segment_ids.chunks_exact(len).map(Runs::new).collect();
         let queries = if self.threads > 1 {
-            (PART / len).clamp(1, len)
+            (PART_BYTES / size_of::<T>() / len).clamp(1, len)
         } else {
             len
         };

@@ -101,6 +101,7 @@ impl<T: Plain> Fresh<T> {
             ));
         }
         let tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
+        ask_for_huge_pages(&tensor, size_of::<T>());
         Ok(Fresh {
             tensor,
             element: PhantomData,
@@ -127,6 +128,39 @@ impl<T: Plain> Fresh<T> {
     /// Hands the tensor out.
     pub fn into_tensor(self) -> Tensor {
         self.tensor
+    }
+}
+
+/// From so many bytes on a tensor's memory comes from the kernel anew each time, and goes back as
+/// soon as the tensor does: the most that glibc's malloc keeps for itself.
+const ALWAYS_MAPPED: usize = 32 << 20;
+
+/// The size of a huge page on x86-64, and on aarch64 with pages of 4 KiB. Where it is another, the
+/// advice covers less or nothing, and that is all.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Asks Linux to map the memory of a large new tensor in huge pages.
+///
+/// The first write to each page goes through the kernel, and for pages of 4 KiB that takes longer
+/// than all the rest: on one virtual machine 27 ms for a mask of 64 MiB, which takes 5 ms to fill a
+/// second time. In huge pages there are 32 such writes in place of 16384, and it is 11 ms. Most
+/// systems give them only to those who ask. Memory that the allocator keeps is left alone, because
+/// the advice would stay with it.
+fn ask_for_huge_pages(tensor: &Tensor, element_size: usize) {
+    let bytes = tensor.numel() * element_size;
+    if bytes < ALWAYS_MAPPED {
+        return;
+    }
+    let start = tensor.data_ptr() as usize;
+    let first = start.next_multiple_of(HUGE_PAGE);
+    let end = (start + bytes) / HUGE_PAGE * HUGE_PAGE;
+    #[cfg(target_os = "linux")]
+    // SAFETY: `first..end` is whole pages inside the memory of a tensor that is alive, and the
+    // advice changes no contents. It may be refused, which is fine. The mask of 36 MB in
+    // tests/python/test_ops.py would show the loss of this.
+    #[allow(unsafe_code)]
+    unsafe {
+        libc::madvise(first as *mut _, end - first, libc::MADV_HUGEPAGE);
     }
 }
 

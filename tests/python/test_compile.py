@@ -82,23 +82,51 @@ def test_the_other_ops_are_one_graph():
         assert found.equal(expected)
 
 
-def test_an_exported_program_packs_another_batch_after_loading(tmp_path):
-    class Packer(torch.nn.Module):
-        def forward(self, tokens, offsets, index, row_offsets):
-            batch = ops.collate(tokens, offsets, index, row_offsets, row_len=16)
-            return batch.input_ids, ops.block_mask(batch.segment_ids), batch.cu_seqlens
+def collate_of(index: Tensor, row_offsets: Tensor) -> tuple[Tensor, ...]:
+    batch = ops.collate(TOKENS, OFFSETS, index, row_offsets, row_len=16)
+    values = ops.pack_values(TOKENS * 0.5, OFFSETS, index, row_offsets, row_len=16, pad=-1)
+    return batch.input_ids, batch.labels, batch.cu_seqlens, values
 
-    first, other = ((TOKENS, OFFSETS, *batch) for batch in (BATCHES[1], BATCHES[2]))
-    auto = torch.export.Dim.AUTO
-    shapes = {"tokens": None, "offsets": None, "index": {0: auto}, "row_offsets": {0: auto}}
-    torch.export.save(
-        torch.export.export(Packer(), first, dynamic_shapes=shapes), tmp_path / "packer.pt2"
+
+def masks_of(index: Tensor, row_offsets: Tensor) -> tuple[Tensor, ...]:
+    batch = ops.collate(
+        TOKENS, OFFSETS, index, row_offsets, row_len=16, attention_mask="additive", window=3
     )
+    mask = ops.block_mask(batch.segment_ids, causal=False, dtype=torch.bfloat16)
+    return batch.attention_mask, mask, ops.boundaries(batch.position_ids)
 
-    loaded = torch.export.load(tmp_path / "packer.pt2").module()
 
-    for expected, found in zip(Packer()(*other), loaded(*other), strict=True):
-        assert found.equal(expected)
+def plan_of(index: Tensor, row_offsets: Tensor) -> tuple[Tensor, ...]:
+    labels = torch.where(TOKENS % 2 == 0, TOKENS, -100)
+    counts, starts = ops.label_counts(labels, OFFSETS)
+    plan = ops.plan(OFFSETS.diff(), counts, starts, '{"sequence_len": 16}')
+    index, row_offsets = ops.microbatch(*plan[:3], 1, 0, 0)
+    batch = ops.collate(TOKENS, OFFSETS, index, row_offsets, row_len=16, labels=labels)
+    return batch.labels, plan.index, plan.report
+
+
+def collate_list_of(index: Tensor, row_offsets: Tensor) -> tuple[Tensor, ...]:
+    batch = ops.collate_list([index, row_offsets], torch.tensor([0, 2]), row_len=16)
+    return batch.input_ids, batch.max_seqlen
+
+
+@pytest.mark.parametrize("function", [collate_of, masks_of, plan_of, collate_list_of])
+def test_an_exported_program_takes_another_batch_after_loading(function, tmp_path):
+    class Program(torch.nn.Module):
+        def forward(self, index, row_offsets):
+            return function(index, row_offsets)
+
+    auto = {0: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        Program(), BATCHES[1], dynamic_shapes={"index": auto, "row_offsets": auto}
+    )
+    torch.export.save(exported, tmp_path / "program.pt2")
+
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+
+    for batch in BATCHES[1:]:
+        for expected, found in zip(function(*batch), loaded(*batch), strict=True):
+            assert found.equal(expected)
 
 
 def test_tracing_refuses_other_devices_in_the_words_of_the_op():

@@ -522,6 +522,21 @@ def test_block_mask_of_other_devices_makes_nothing_larger_than_the_mask(causal):
     assert {size for numel, size in made if numel > SEGMENT_IDS.numel()} == {1}
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_block_mask_of_other_devices_is_aligned_as_attention_there_wants_it(dtype):
+    """Where rows begin elsewhere than at multiples of 16, SDPA copies the mask in every layer."""
+    ids = torch.ones(2, 20, dtype=torch.int32)
+
+    mask = block_mask_elsewhere(ids, dtype=dtype)
+
+    assert mask.stride() == (20 * 32, 20 * 32, 32, 1)
+    assert ops.block_mask(ids.to("meta"), dtype=dtype).stride() == mask.stride()
+    with torch._subclasses.FakeTensorMode():
+        traced = ops.block_mask(torch.empty(2, 20, dtype=torch.int32, device="cuda"), dtype=dtype)
+    assert traced.stride() == mask.stride()
+    assert ops.block_mask(ids, dtype=dtype).is_contiguous()
+
+
 def test_block_mask_takes_one_row_without_its_dimension():
     row = SEGMENT_IDS[0]
 
@@ -540,6 +555,17 @@ def test_block_mask_lets_the_padding_of_a_row_attend_to_itself():
 
     assert both[padding].equal(padding.expand(4, 6))
     assert causal.equal(both.tril())
+
+
+def test_block_mask_of_a_size_that_comes_in_huge_pages():
+    """From 32 MiB on, the system is asked for other pages; the mask is the same."""
+    ids = torch.ones(6001, dtype=torch.int32)
+    ids[2500:] = 2
+
+    mask = ops.block_mask(ids)
+
+    assert mask.numel() > 32 << 20
+    assert mask.equal(reference_mask(ids[None], True, None, torch.bool))
 
 
 def test_block_mask_on_the_meta_device():

@@ -184,7 +184,12 @@ def _block_mask(
 ) -> Tensor:
     rows = segment_ids.shape[0] if segment_ids.dim() == 2 else 1
     row_len = segment_ids.shape[-1]
-    return segment_ids.new_empty((rows, 1, row_len, row_len), dtype=dtype or torch.bool)
+    mask_dtype = dtype or torch.bool
+    if segment_ids.device.type == "cpu":
+        return segment_ids.new_empty((rows, 1, row_len, row_len), dtype=mask_dtype)
+    # Elsewhere each row begins at a multiple of 16 entries, as the kernels of GPUs want it.
+    stride = (row_len + 15) // 16 * 16
+    return segment_ids.new_empty((rows, 1, row_len, stride), dtype=mask_dtype)[..., :row_len]
 
 
 @_shape_of("boundaries")

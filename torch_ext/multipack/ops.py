@@ -415,7 +415,9 @@ def block_mask(
             mask to add: 0, and the dtype's minimum. None: bool.
 
     Returns:
-        Tensor: (R, 1, L, L).
+        Tensor: (R, 1, L, L), contiguous on the CPU. On other devices the rows begin at multiples of
+            16 entries, as the kernels of SDPA for GPUs want them; a mask that is made on the CPU
+            and moved there had better have an L that is such a multiple.
 
     Raises:
         ValueError: If there are not one or two dimensions, if `window` is less than 1, or if the
