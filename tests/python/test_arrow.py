@@ -119,6 +119,34 @@ def test_batches_are_those_of_the_data_sets_own_samples(view: str, labels: bool)
         assert same(packed[rows], expected)
 
 
+@pytest.mark.parametrize("view", ["as it is", "shuffle of a slice", "two chunks"])
+def test_named_columns_come_along(view: str) -> None:
+    lengths = dataset().with_format("numpy")["input_ids"]
+    weights = [[0.5 * i] * len(ids) for i, ids in enumerate(lengths)]
+    data = VIEWS[view](dataset().add_column("loss_weights", weights))
+    packed = PackedDataset.from_arrow(data, collator=collator(), columns=["loss_weights"])
+    rows = [[0, 3], [5, 1]]
+
+    assert packed[rows]["loss_weights"].dtype == torch.float32
+    assert same(packed[rows], collator()(RowDataset(data).__getitems__(rows)))
+    assert same(pickle.loads(pickle.dumps(packed))[rows], packed[rows])
+
+
+def test_named_columns_that_cannot_come_along_are_refused() -> None:
+    data = dataset([2, 1]).add_column("text", [["a", "b"], ["c"]])
+    data = data.add_column("kind", [[1], [2]])
+
+    for columns, kind, text in (
+        (["kinds"], ValueError, "the data set has no column 'kinds', but input_ids, labels, text"),
+        (["labels"], ValueError, "'labels' is not a further key of a batch: leave it out"),
+        (["text"], TypeError, "but must be of lists of integers or floats: cast it with"),
+        (["kind"], ValueError, "sample 0 has 2 input_ids but 1 kind: give one for each token"),
+    ):
+        with pytest.raises(kind) as caught:
+            PackedDataset.from_arrow(data, collator=collator(), columns=columns)
+        assert text in str(caught.value)
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_data_set_on_disk_is_read_where_it_lies(tmp_path: Path, shards: int) -> None:
     data = on_disk(dataset(), tmp_path, shards).shuffle(seed=0)

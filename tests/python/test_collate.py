@@ -338,6 +338,13 @@ def test_supervised_spans_stay_at_their_tokens() -> None:
     assert (labels != IGNORED).nonzero().flatten().tolist() == [3, 4, 7, 8]
 
 
+def test_the_first_answer_token_is_trained_behind_a_prompt_of_one() -> None:
+    """Masks that were shifted once more than labels lose it."""
+    batch = collate([{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, 4, 5]}] * 2)
+
+    assert batch["labels"].tolist() == [[-100, 2, 3, 4, 5] * 2]
+
+
 def test_a_real_token_that_equals_the_pad_id_keeps_its_label() -> None:
     batch = collate([{"input_ids": [5, 2], "labels": [5, 2]}], pad_token_id=2, pad_to_multiple_of=4)
 

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 from collating import Samples, collate
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from multipack import Collator, flex_block_mask
+
+NAMES = {
+    "flash": ["cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"],
+    "multipack": ["cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"],
+    "varlen": ["cu_seq_q", "max_q", "cu_seq_k", "max_k"],
+}
 
 BLOCKS = [
     [1, 0, 0, 0, 0, 0],
@@ -64,6 +71,38 @@ def test_masked_attention_is_that_of_each_sample_alone(samples: Samples, attenti
             torch.testing.assert_close(packed[row : row + 1, :, start:end], alone)
 
 
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16])
+def test_attention_over_padding_is_finite_forward_and_backward(
+    samples: Samples, dtype: torch.dtype, backend: SDPBackend
+) -> None:
+    """A query without any key is NaN in some kernels, and spreads in the next layer."""
+    kind = "bool" if dtype == torch.bool else "additive"
+    mask = collate(
+        samples([3]), kind, dtype=None if dtype == torch.bool else dtype, pad_to_multiple_of=5
+    )["attention_mask"]
+    allowed = mask if dtype == torch.bool else mask == 0
+    assert allowed.any(-1).all()
+    x = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    x = x.to(torch.float32 if dtype == torch.bool else dtype).requires_grad_()
+
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    out.float().sum().backward()
+
+    assert torch.isfinite(out).all()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+
+
+def test_sample_numbers_are_never_called_a_mask(samples: Samples) -> None:
+    """Cast to bool by an attention function, samples 1 and 2 would be one."""
+    for attention in ("none", *NAMES):
+        batch = collate(samples([3, 2]), attention, pad_to_multiple_of=6, outputs=["segment_ids"])
+        assert "attention_mask" not in batch
+        assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0]]
+
+
 def test_a_window_limits_the_mask(samples: Samples) -> None:
     batch = collate(samples([3]), "bool", window=2)
 
@@ -79,13 +118,6 @@ def test_an_all_ones_mask_never_comes_out(samples: Samples) -> None:
     assert "attention_mask" not in collate(marked)
     assert "attention_mask" not in collate(marked, "flash")
     assert collate(marked, "bool")["attention_mask"].dim() == 4
-
-
-NAMES = {
-    "flash": ["cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"],
-    "multipack": ["cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"],
-    "varlen": ["cu_seq_q", "max_q", "cu_seq_k", "max_k"],
-}
 
 
 @pytest.mark.parametrize("attention", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import resource
@@ -213,6 +214,62 @@ def test_offsets_may_begin_and_end_inside_the_tokens() -> None:
     assert data.label_counts()[0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("batch", [[[0, 2], [1]], [[2, Repeat(0)], [1]]], ids=["plain", "repeat"])
+def test_further_values_are_laid_out_like_the_tokens(batch: list[list[int]]) -> None:
+    tokens, offsets = np.arange(10, 20), [1, 4, 6, 9]
+    values = {
+        "kind": np.arange(10, dtype=np.int32),
+        "noise": torch.arange(10).bfloat16(),
+        "loss_weights": np.arange(10),
+    }
+    collator = Collator(
+        attention="none", multipack_real_batches=True, pad_values={"kind": -1, "noise": 0.5}
+    )
+    data = PackedDataset(tokens, offsets, collator=collator, values=values)
+    samples = [
+        {"input_ids": tokens[i:j], **{key: column[i:j] for key, column in values.items()}}
+        for i, j in itertools.pairwise(offsets)
+    ]
+
+    made = pickle.loads(pickle.dumps(data))[batch]
+
+    expected = collator(RowDataset(samples).__getitems__(batch))
+    assert made.keys() == expected.keys()
+    for key, value in expected.items():
+        assert made[key].dtype == value.dtype
+        assert torch.equal(made[key], value)
+    assert made["kind"].min() == -1
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"),
+    [
+        (
+            {"labels": [1, 2]},
+            ValueError,
+            "'labels' is not a further key of a batch: leave it out",
+        ),
+        (
+            {"kind": [1]},
+            ValueError,
+            "tokens has shape (2,), but kind has (1,): give one for each token",
+        ),
+        (
+            {"kind": ["a", "b"]},
+            TypeError,
+            "kind must hold numbers, but is an array of <U1",
+        ),
+    ],
+)
+def test_further_values_that_do_not_fit_are_refused(
+    values: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        PackedDataset([1, 2], [0, 2], collator=Collator(attention="none"), values=values)
+
+    assert str(caught.value) == text
+
+
 def test_read_only_memory_maps_are_viewed(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(10, dtype=np.int32).tofile(path)
@@ -240,7 +297,7 @@ def test_read_only_memory_maps_are_viewed(tmp_path: Path) -> None:
         (
             ([1, 2], [0, 2], [1]),
             ValueError,
-            "tokens has shape (2,), but labels has (1,): give one label for each token",
+            "tokens has shape (2,), but labels has (1,): give one for each token",
         ),
         (([1, 2], [0, 3]), ValueError, "offsets go from 0 to 3, but there are 2 tokens"),
         (([1, 2], [-1, 2]), ValueError, "offsets go from -1 to 2, but there are 2 tokens"),

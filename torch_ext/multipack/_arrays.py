@@ -89,13 +89,24 @@ def token_tensor(name: str, values: Integers) -> torch.Tensor:
         array = _array(name, values)
         if array.dtype not in (np.int32, np.int64) and array.size > 0:
             raise TypeError(f"{name} must be int32 or int64, but is an array of {array.dtype}")
-        with warnings.catch_warnings():
-            # torch warns that writing to a read-only array is undefined; nothing here writes.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            values = torch.from_numpy(array if array.size > 0 else array.astype(np.int64))
+        values = _viewed(array if array.size > 0 else array.astype(np.int64))
     if values.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, but is a tensor of {values.dtype}")
     return values
+
+
+def value_tensor(name: str, values: Any) -> torch.Tensor:
+    """View numbers of any width, read-only ones included, as a tensor.
+
+    Raises:
+        TypeError: If the values are no numbers.
+    """
+    if isinstance(values, torch.Tensor):
+        return values
+    array = _array(name, values)
+    if array.dtype.kind not in "iufb":
+        raise TypeError(f"{name} must hold numbers, but is an array of {array.dtype}")
+    return _viewed(array)
 
 
 def bool_tensor(name: str, values: Bools) -> torch.Tensor:
@@ -119,3 +130,10 @@ def _array(name: str, values: Any) -> npt.NDArray[Any]:
         return np.asarray(values)
     except ValueError:
         raise TypeError(f"{name} must be numbers, but is of lists of unequal lengths") from None
+
+
+def _viewed(array: npt.NDArray[Any]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # torch warns that writing to a read-only array is undefined; nothing here writes.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)

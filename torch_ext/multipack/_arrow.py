@@ -9,7 +9,7 @@ that does not move the samples after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The tokens of a data set, and its labels if it has some."""
+    """The tokens of a data set, its labels if it has some, and what else was asked for."""
 
-    chunks: list[tuple[npt.NDArray[Any], npt.NDArray[Any] | None]]
-    """Tokens and labels of each chunk, int32 or int64, as views; at least one chunk."""
+    chunks: list[dict[str, npt.NDArray[Any]]]
+    """`input_ids`, perhaps `labels`, and further columns of each chunk, as views; at least one."""
     offsets: Int64s
     """(N+1,): where each sample begins, counted through the chunks from 0."""
     first_samples: Int64s
@@ -34,7 +34,7 @@ class Columns:
     """The sample behind each index of the data set; None: the sample of that number."""
 
 
-def read(dataset: Any) -> Columns:
+def read(dataset: Any, further: Sequence[str] = ()) -> Columns:
     """View the columns of a data set; `PackedDataset.from_arrow` says what is refused."""
     table = getattr(getattr(dataset, "data", None), "table", None)
     if not isinstance(table, pa.Table):
@@ -50,8 +50,13 @@ def read(dataset: Any) -> Columns:
         raise ValueError(
             f"the data set has no column 'input_ids', but {', '.join(table.column_names)}"
         )
+    for name in further:
+        if name not in table.column_names:
+            raise ValueError(
+                f"the data set has no column {name!r}, but {', '.join(table.column_names)}"
+            )
     known = ("input_ids", "labels", "attention_mask")
-    names = [name for name in known if name in table.column_names]
+    names = [*(name for name in known if name in table.column_names), *further]
     for name in names:
         _check_type(name, table.schema.field(name).type)
 
@@ -60,7 +65,7 @@ def read(dataset: Any) -> Columns:
     if indices is not None:
         mapping = indices.column(0).to_numpy().astype(np.int64)
 
-    chunks: list[tuple[npt.NDArray[Any], npt.NDArray[Any] | None]] = []
+    chunks: list[dict[str, npt.NDArray[Any]]] = []
     borders, first_samples, faults = [np.zeros(1, np.int64)], [], []
     samples = 0
     for batch in table.select(names).to_batches():
@@ -70,15 +75,16 @@ def read(dataset: Any) -> Columns:
         faults += [
             dataclasses.replace(fault, samples=fault.samples + samples) for fault in _faults(lists)
         ]
-        tokens, labels = lists["input_ids"], lists.get("labels")
-        chunks.append((tokens.view(), None if labels is None else labels.view()))
+        tokens = lists["input_ids"]
+        # A mask may be of bools, which Arrow keeps in bits.
+        chunks.append({name: lists[name].view() for name in names if name != "attention_mask"})
         borders.append(borders[-1][-1] + tokens.offsets[1:] - tokens.offsets[0])
         first_samples.append(samples)
         samples += batch.num_rows
     _refuse(faults, mapping)
     if not chunks:
         empty = np.zeros(0, np.int64)
-        chunks, first_samples = [(empty, empty if "labels" in names else None)], [0]
+        chunks, first_samples = [dict.fromkeys(names, empty)], [0]
     return Columns(chunks, np.concatenate(borders), np.array(first_samples), mapping)
 
 
@@ -141,7 +147,7 @@ def _faults(lists: dict[str, _Lists]) -> Iterator[_Fault]:
                 differing,
                 f"has {{}} input_ids but {{}} {name}: give one for each token",
                 (tokens.lengths[differing], column.lengths[differing]),
-                shifts=name == "labels",
+                shifts=name != "attention_mask",
             )
     mask = lists.get("attention_mask")
     if mask is not None and len(mask.values) > 0:
@@ -176,16 +182,22 @@ def _refuse(faults: list[_Fault], mapping: Int64s | None) -> None:
 
 
 def _check_type(name: str, found: Any) -> None:
-    """Refuse a column that is not of lists of the integers that the ops take."""
+    """Refuse a column that is not of lists of the numbers that the ops take."""
     right = False
+    allowed = "int32 or int64"
     if pa.types.is_list(found) or pa.types.is_large_list(found):
         value = found.value_type
-        if name == "attention_mask":
+        if name in ("input_ids", "labels"):
+            right = value in (pa.int32(), pa.int64())
+        elif name == "attention_mask":
             right = pa.types.is_integer(value) or pa.types.is_boolean(value)
         else:
-            right = value in (pa.int32(), pa.int64())
+            right = pa.types.is_integer(value) or pa.types.is_floating(value)
+    if name == "attention_mask":
+        allowed = "integers or bools"
+    elif name not in ("input_ids", "labels"):
+        allowed = "integers or floats"
     if not right:
-        allowed = "integers or bools" if name == "attention_mask" else "int32 or int64"
         raise TypeError(
             f"column '{name}' is of type {found}, but must be of lists of {allowed}: "
             "cast it with cast_column"

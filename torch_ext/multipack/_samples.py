@@ -107,8 +107,7 @@ class Samples:
             return None
         weights = self._values("loss_weights")
         if not _is_number(weights[0]):
-            values = self.values("loss_weights")
-            return values if values.is_floating_point() else values.float()
+            return self.values("loss_weights")
         for side, weight in enumerate(weights):
             if not _is_number(weight):
                 raise TypeError(
@@ -207,6 +206,9 @@ class Samples:
 
     def _joined(self, key: str, kinds: str) -> tuple[npt.NDArray[Any], list[int]]:
         """Join what the samples hold under a key, and return the length of each."""
+        joined = _joined_tensors(self._values(key))
+        if joined is not None:
+            return joined
         parts = []
         for side, (sample, prefix) in enumerate(itertools.product(self._samples, self.prefixes)):
             name, number = prefix + key, side // len(self.prefixes)
@@ -254,6 +256,21 @@ _UNKNOWN_TO_NUMPY = frozenset(
         torch.float8_e5m2fnuz,
     }
 )
+
+
+def _joined_tensors(values: list[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
+    """Join plain tensors of token ids, in half the time of one array each; None for all else."""
+    if not all(type(value) is torch.Tensor for value in values):
+        return None
+    if {value.dtype for value in values} not in ({torch.int64}, {torch.int32}):
+        return None
+    try:
+        joined = torch.cat(values)
+    except RuntimeError:  # of several shapes or devices, which is told with the sample's number
+        return None
+    if joined.dim() != 1 or joined.device.type != "cpu" or joined.layout != torch.strided:
+        return None
+    return joined.numpy(), [value.numel() for value in values]
 
 
 def offsets_of(lengths: list[int]) -> npt.NDArray[np.int64]:

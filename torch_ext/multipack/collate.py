@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -184,7 +185,7 @@ class Collator:
         NumPy arrays or tensors of integers. Without labels every token is supervised. An
         `attention_mask` of ones is taken and dropped, and so are `position_ids` that count from
         `position_start`; both are made anew. `loss_weights`, one for each token or one for the
-        sample, become float (R, L), 0 wherever the label is -100, so that their sum is what a
+        sample, become float32 (R, L), 0 wherever the label is -100, so that their sum is what a
         weighted loss is divided by. Further keys with one number for each token are laid out like
         the tokens; those with one number for each sample are stacked in the order of samples.
 
@@ -220,31 +221,15 @@ class Collator:
         index = torch.arange(len(samples.lengths))
         result = lay_out(self, samples.tokens(), offsets, samples.labels(), index, row_offsets)
 
-        def spread(values: torch.Tensor, padding: float) -> torch.Tensor:
-            return ops.pack_values(
-                values,
-                offsets,
-                index,
-                row_offsets,
-                row_len=result["input_ids"].shape[1],
-                max_sample_len=self.config.sequence_len or 0,
-                align_samples_to=self.config.align_samples_to,
-                pad=padding,
-            )
-
-        for key in (*samples.number_keys, *samples.token_keys):
-            if key in result or key in _OUTPUTS:
-                raise ValueError(
-                    f"the samples have {key!r}, which the collator makes itself: drop the key"
-                )
         for key in samples.number_keys:
+            _refuse_made(key, result)
             result[key] = samples.numbers(key)
-        for key in samples.token_keys:
-            result[key] = spread(samples.values(key), self.pad_values.get(key, 0))
+        values = {key: samples.values(key) for key in samples.token_keys}
         weights = samples.loss_weights()
         if weights is not None:
-            unsupervised = result["labels"] == IGNORED_LABEL
-            result["loss_weights"] = spread(weights, 0).masked_fill_(unsupervised, 0)
+            values["loss_weights"] = weights
+        for key, column in values.items():
+            spread(self, result, key, column, offsets, index, row_offsets)
         return result
 
 
@@ -354,6 +339,51 @@ def lay_out(
     return batch
 
 
+def spread(
+    collator: Collator,
+    batch: dict[str, Any],
+    key: str,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    index: torch.Tensor,
+    row_offsets: torch.Tensor,
+) -> None:
+    """Lay a further key with one number for each token out, and add it to the batch.
+
+    Args:
+        collator (Collator): The one that made the batch.
+        batch (dict): From `lay_out` with the same offsets, index and rows.
+        key (str): The key; `loss_weights` become float32, and 0 wherever there is no label.
+        values (torch.Tensor): (T,) of any dtype, sharing the offsets of the tokens.
+        offsets (torch.Tensor): As for `lay_out`.
+        index (torch.Tensor): As for `lay_out`.
+        row_offsets (torch.Tensor): As for `lay_out`.
+
+    Raises:
+        ValueError: If the batch has such a key, or the dtype cannot hold the padding.
+    """
+    _refuse_made(key, batch)
+    weights = key == "loss_weights"
+    batch[key] = ops.pack_values(
+        values.float() if weights else values,
+        offsets,
+        index,
+        row_offsets,
+        row_len=batch["input_ids"].shape[1],
+        max_sample_len=collator.config.sequence_len or 0,
+        align_samples_to=collator.config.align_samples_to,
+        pad=0 if weights else collator.pad_values.get(key, 0),
+    )
+    if weights:
+        batch[key].masked_fill_(batch["labels"] == IGNORED_LABEL, 0)
+
+
+def _refuse_made(key: str, batch: dict[str, Any]) -> None:
+    """Refuse a key of samples that would take the place of one that is made here."""
+    if key in batch or key in _OUTPUTS:
+        raise ValueError(f"the samples have {key!r}, which the collator makes itself: drop the key")
+
+
 def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
     """Return one of the further outputs."""
     if name in _BORDERS:
@@ -363,9 +393,19 @@ def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
     if name == "shift_labels":
         return pad(made.labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     if name == "seq_idx":
-        starts = made.position_ids == collator.position_start
-        return starts.cumsum(1, dtype=torch.int32).sub_(1)
+        return _numbered(made)
     return made.segment_ids
+
+
+def _numbered(made: ops.Batch) -> torch.Tensor:
+    """Return the number within its row of the segment of each token."""
+    rows, row_len = made.input_ids.shape
+    borders = _to_the_end(made.cu_seqlens_padded, rows * row_len).numpy()
+    first = np.searchsorted(borders, np.arange(rows) * row_len)
+    numbers = np.arange(len(borders) - 1) - first[borders[:-1] // max(row_len, 1)]
+    # NumPy's, because for this little work torch wakes up threads, which takes longer.
+    each = np.repeat(numbers.astype(np.int32), np.diff(borders))
+    return torch.from_numpy(each).view(rows, row_len)
 
 
 def _constant(collator: Collator, borders: torch.Tensor) -> torch.Tensor:

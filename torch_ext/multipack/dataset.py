@@ -14,7 +14,7 @@ through the workers of a DataLoader, forked or spawned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from multipack._arrays import Integers, int64_tensor, token_tensor
+from multipack._arrays import Integers, int64_tensor, token_tensor, value_tensor
 from multipack._config import Config
 from multipack._plan import Repeat, count_labels
 from multipack._samples import PAIR
-from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out
+from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out, spread
 
 
 class RowDataset(Dataset[Any]):
@@ -95,10 +95,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             end at T.
         labels: As `tokens`; None: every token is supervised.
         collator (Collator): Makes the batch.
+        values (Mapping): Further keys of the batch, such as `loss_weights`: (T,) numbers, as
+            tensors or arrays, one for each token. Viewed as well.
 
     Raises:
         TypeError: If tokens or labels are not int32 or int64, or the offsets are not integers.
-        ValueError: If tokens and labels differ in shape, or the offsets fall or leave the tokens.
+        ValueError: If tokens, labels and values differ in shape, or the offsets fall or leave the
+            tokens.
     """
 
     def __init__(
@@ -108,16 +111,20 @@ class PackedDataset(Dataset[dict[str, Any]]):
         labels: Integers | None = None,
         *,
         collator: Collator,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         buffers = _Buffers(
             token_tensor("tokens", tokens),
             None if labels is None else token_tensor("labels", labels),
+            {key: value_tensor(key, (values or {})[key]) for key in _checked_keys(values or ())},
         )
-        if buffers.labels is not None and buffers.labels.shape != buffers.tokens.shape:
-            raise ValueError(
-                f"tokens has shape {tuple(buffers.tokens.shape)}, but labels has "
-                f"{tuple(buffers.labels.shape)}: give one label for each token"
-            )
+        named = {} if buffers.labels is None else {"labels": buffers.labels}
+        for name, column in {**named, **buffers.values}.items():
+            if column.shape != buffers.tokens.shape:
+                raise ValueError(
+                    f"tokens has shape {tuple(buffers.tokens.shape)}, but {name} has "
+                    f"{tuple(column.shape)}: give one for each token"
+                )
         borders = int64_tensor("offsets", offsets)
         _check_offsets(borders, buffers.tokens.numel())
         first, last = int(borders[0]), int(borders[-1])
@@ -125,18 +132,22 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._set(collator, [buffers.part(first, last)], borders - first, np.zeros(1, np.int64))
 
     @classmethod
-    def from_arrow(cls, dataset: Any, *, collator: Collator) -> PackedDataset:
+    def from_arrow(
+        cls, dataset: Any, *, collator: Collator, columns: Sequence[str] = ()
+    ) -> PackedDataset:
         """View the tokens of a Hugging Face data set where Arrow keeps them.
 
         The columns `input_ids` and, if there is one, `labels` are viewed in memory or in mapped
         files, through slices, shuffles, selections and concatenations; eight bytes are kept for
-        each sample. Other columns are not read, except that an `attention_mask` is checked to be
-        all ones. Where the data set has several chunks, the samples of a microbatch are gathered
-        before they are laid out, at about a microsecond for each.
+        each sample. Columns that are not named are not read, except that an `attention_mask` is
+        checked to be all ones. Where the data set has several chunks, the samples of a microbatch
+        are gathered before they are laid out, at about a microsecond for each.
 
         Args:
             dataset (datasets.Dataset): One split, whose columns are lists of int32 or int64.
             collator (Collator): Makes the batch.
+            columns (Sequence[str]): Further columns for the batch, such as `loss_weights`: lists of
+                integers or floats, one for each token.
 
         Returns:
             PackedDataset: The samples of `dataset`, in its order. Pickled, as for spawned workers,
@@ -149,19 +160,21 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """
         from multipack import _arrow
 
-        columns = _arrow.read(dataset)
+        columns = _checked_keys(columns)
+        read = _arrow.read(dataset, columns)
         buffers = [
             _Buffers(
-                token_tensor("input_ids", tokens),
-                None if labels is None else token_tensor("labels", labels),
+                token_tensor("input_ids", chunk["input_ids"]),
+                token_tensor("labels", chunk["labels"]) if "labels" in chunk else None,
+                {key: value_tensor(key, chunk[key]) for key in columns},
             )
-            for tokens, labels in columns.chunks
+            for chunk in read.chunks
         ]
-        offsets = torch.from_numpy(columns.offsets)
-        mapping = None if columns.mapping is None else torch.from_numpy(columns.mapping)
+        offsets = torch.from_numpy(read.offsets)
+        mapping = None if read.mapping is None else torch.from_numpy(read.mapping)
         self = cls.__new__(cls)
         self._arrow = dataset
-        self._set(collator, buffers, offsets, columns.first_samples, mapping)
+        self._set(collator, buffers, offsets, read.first_samples, mapping)
         return self
 
     def _set(
@@ -219,7 +232,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
             index = torch.arange(len(samples))
         else:
             buffers, offsets = self._buffers[0], self._offsets
-        return lay_out(collator, buffers.tokens, offsets, buffers.labels, index, row_offsets)
+        made = lay_out(collator, buffers.tokens, offsets, buffers.labels, index, row_offsets)
+        for key, values in buffers.values.items():
+            spread(collator, made, key, values, offsets, index, row_offsets)
+        return made
 
     def __getitems__(self, batch: Sequence[Any]) -> dict[str, Any]:
         """Return a finished batch, as `__getitem__` does."""
@@ -228,10 +244,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Arrow data travels as the data set, which names a mapped file instead of sending it.
         if self._arrow is not None:
-            return partial(PackedDataset.from_arrow, collator=self.collator), (self._arrow,)
+            columns = list(self._buffers[0].values)
+            return partial(PackedDataset.from_arrow, collator=self.collator, columns=columns), (
+                self._arrow,
+            )
         (buffers,) = self._buffers
         arguments = (buffers.tokens, self._offsets, buffers.labels)
-        return partial(PackedDataset, collator=self.collator), arguments
+        return partial(PackedDataset, collator=self.collator, values=buffers.values), arguments
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -279,6 +298,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         bases = offsets[self._first_samples[chunks]]
         starts, ends = offsets[index] - bases, offsets[index + 1] - bases
         tokens, labels = [], []
+        values: dict[str, list[torch.Tensor]] = {key: [] for key in self._buffers[0].values}
         for chunk, start, end, repeat in zip(
             chunks.tolist(), starts.tolist(), ends.tolist(), repeats, strict=True
         ):
@@ -290,10 +310,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 labels.append(label_array[start:end])
             else:
                 labels.append(tokens[-1])
+            for key, parts in values.items():
+                parts.append(self._buffers[chunk].values[key][start:end])
         has_labels = self._buffers[0].labels is not None or any(repeats)
         gathered = _Buffers(
             torch.from_numpy(np.concatenate(tokens)),
             torch.from_numpy(np.concatenate(labels)) if has_labels else None,
+            {key: torch.cat(parts) for key, parts in values.items()},
         )
         borders = np.zeros(len(index) + 1, np.int64)
         np.cumsum(ends - starts, out=borders[1:])
@@ -302,15 +325,26 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
 @dataclasses.dataclass(frozen=True)
 class _Buffers:
-    """Tokens end to end, and their labels if they have some."""
+    """Tokens end to end, their labels if they have some, and further values of each token."""
 
     tokens: torch.Tensor
     labels: torch.Tensor | None
+    values: dict[str, torch.Tensor]
 
     def part(self, start: int, end: int) -> _Buffers:
         return _Buffers(
-            self.tokens[start:end], None if self.labels is None else self.labels[start:end]
+            self.tokens[start:end],
+            None if self.labels is None else self.labels[start:end],
+            {key: column[start:end] for key, column in self.values.items()},
         )
+
+
+def _checked_keys(keys: Iterable[str]) -> list[str]:
+    """Return the names of further values, which may not be those that every batch has."""
+    for key in keys:
+        if key in ("input_ids", "labels", "attention_mask", "position_ids"):
+            raise ValueError(f"{key!r} is not a further key of a batch: leave it out")
+    return list(dict.fromkeys(keys))
 
 
 def _check_offsets(offsets: torch.Tensor, tokens: int) -> None:
