@@ -21,6 +21,7 @@ from multipack import ops
 from multipack._arrays import integer
 from multipack._config import Config, Split, capacity, checked_split, layout, make_config
 from multipack._flex import flex_block_mask
+from multipack._for_model import choose
 from multipack._samples import Sample, Samples, offsets_of
 
 IGNORED_LABEL = -100
@@ -77,8 +78,10 @@ class Collator:
               ``use_cache=False`` and without an `attention_mask`.
         pad_token_id (int): What fills the padding of `input_ids`.
         dtype (torch.dtype): Of an additive mask: float32 (the default), bfloat16 or float16.
-        window (int): Sliding window of a mask, the block mask among them: so many keys with the
-            query's own; where attention is not causal, the keys less than so far away.
+        window (int | Mapping): Sliding window of a mask, the block mask among them: so many keys
+            with the query's own; where attention is not causal, the keys less than so far away. By
+            layer type, such as ``{"full_attention": None, "sliding_attention": 512}``, there is a
+            dict of masks, as transformers' models with layers of several types take it.
         causal (bool): Whether later tokens are hidden, in the mask and by the model.
         position_start (int): The position of the first token of each sample; some models number
             from 2.
@@ -116,7 +119,7 @@ class Collator:
         attention: str,
         pad_token_id: int = 0,
         dtype: torch.dtype | None = None,
-        window: int | None = None,
+        window: int | Mapping[str, int | None] | None = None,
         causal: bool = True,
         position_start: int = 0,
         outputs: Collection[str] = (),
@@ -151,7 +154,11 @@ class Collator:
         self.attention = attention
         self.pad_token_id = integer("pad_token_id", pad_token_id)
         self.dtype = dtype
-        self.window = None if window is None else integer("window", window, least=1)
+        self.window: int | dict[str, int | None] | None
+        if isinstance(window, Mapping):
+            self.window = {kind: _checked_window(size) for kind, size in window.items()}
+        else:
+            self.window = _checked_window(window)
         self.causal = causal
         self.position_start = integer("position_start", position_start, least=0)
         self.outputs = _checked_outputs(outputs)
@@ -177,6 +184,65 @@ class Collator:
                 f"samples, which they see if attention is not causal and attention={attention!r}; "
                 "use a mask"
             )
+
+    @classmethod
+    def for_model(
+        cls,
+        model: torch.nn.Module,
+        config: Config | None = None,
+        *,
+        pad_token_id: int | None = None,
+        outputs: Collection[str] = (),
+        max_segments: int | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        split: Split = "train",
+        **keys: Any,
+    ) -> Collator:
+        """Choose `attention` and what belongs to it from a model of transformers.
+
+        The choice follows the model's attention implementation, dtype, windows, positions and
+        rotary embedding; `multipack._for_model` has the rules. For a Mistral with sdpa and a window
+        of 4096:
+
+            >>> collator = Collator.for_model(model, config)  # doctest: +SKIP
+            >>> collator.attention, collator.window  # doctest: +SKIP
+            ('bool', 4096)
+
+        Nothing is run. To see whether it isolates, give a batch to `multipack.verify_isolation`.
+
+        Args:
+            model (torch.nn.Module): A model of transformers; adapters, compilation and parallel
+                wrappers around it are looked through.
+            config (Config): The settings. With `sequence_len`, windows that no sample fills are
+                left out, and it is checked against the model's positions.
+            pad_token_id (int): What fills the padding of `input_ids`; the model's padding id if not
+                given, and 0 if it has none.
+            outputs (Collection[str]): As for the collator, like all further arguments.
+            max_segments (int): As for the collator.
+            pad_values (Mapping): As for the collator.
+            split (str): As for the collator.
+            **keys: Settings by name; they override those of `config`.
+
+        Returns:
+            Collator: One whose batches this model takes as ``model(**batch)``.
+
+        Raises:
+            TypeError: If it is not a model of transformers.
+            ValueError: If the model can't keep samples apart, saying what in it can't; if it has
+                too few positions.
+        """
+        config = make_config(config, keys)
+        chosen = choose(model, config, checked_split(split))
+        if pad_token_id is not None:
+            chosen["pad_token_id"] = pad_token_id
+        return cls(
+            config,
+            outputs=outputs,
+            max_segments=max_segments,
+            pad_values=pad_values,
+            split=split,
+            **chosen,
+        )
 
     def __call__(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> dict[str, Any]:
         """Collate one microbatch.
@@ -292,6 +358,7 @@ def lay_out(
     """
     config = collator.config
     longest = _longest_sample(offsets, index, config)
+    window = collator.window
     mask = collator.attention if collator.attention in _MASKS else "none"
     made = ops.collate(
         tokens,
@@ -307,9 +374,9 @@ def lay_out(
         position_start=collator.position_start,
         mask_first_label=config.mask_first_label,
         padded_tail=config.padded_tail,
-        attention_mask=mask,
+        attention_mask="none" if isinstance(window, dict) else mask,
         causal=collator.causal,
-        window=collator.window,
+        window=None if isinstance(window, dict) else window,
         mask_dtype=collator.dtype,
     )
     batch: dict[str, Any] = {
@@ -317,15 +384,12 @@ def lay_out(
         "labels": made.labels,
         "position_ids": made.position_ids,
     }
-    if mask != "none":
+    if isinstance(window, dict):
+        batch["attention_mask"] = {k: _mask(collator, made, size) for k, size in window.items()}
+    elif mask != "none":
         batch["attention_mask"] = made.attention_mask
     elif collator.attention == "flex":
-        batch["attention_mask"] = flex_block_mask(
-            _to_the_end(made.cu_seqlens_padded, made.input_ids.numel()),
-            rows=made.input_ids.shape[0],
-            causal=collator.causal,
-            window=collator.window,
-        )
+        batch["attention_mask"] = _mask(collator, made, window)
     elif collator.attention in _BOUNDARIES:
         # Kernels want the slots that the tokens lie in, which alignment makes wider.
         borders = _constant(collator, made.cu_seqlens_padded)
@@ -382,6 +446,19 @@ def _refuse_made(key: str, batch: dict[str, Any]) -> None:
     """Refuse a key of samples that would take the place of one that is made here."""
     if key in batch or key in _OUTPUTS:
         raise ValueError(f"the samples have {key!r}, which the collator makes itself: drop the key")
+
+
+def _mask(collator: Collator, made: ops.Batch, window: int | None) -> Any:
+    """Return the mask of a batch: a block mask for FlexAttention, otherwise a dense one."""
+    if collator.attention == "flex":
+        return flex_block_mask(
+            _to_the_end(made.cu_seqlens_padded, made.input_ids.numel()),
+            rows=made.input_ids.shape[0],
+            causal=collator.causal,
+            window=window,
+        )
+    dtype = collator.dtype or torch.bool
+    return ops.block_mask(made.segment_ids, causal=collator.causal, window=window, dtype=dtype)
 
 
 def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
@@ -468,6 +545,10 @@ def _pair_rows(collator: Collator, samples: Samples, row_offsets: torch.Tensor) 
     if layout(collator.config, collator.split) == "padded":
         return torch.arange(len(samples.lengths) + 1)
     return row_offsets * 2
+
+
+def _checked_window(window: int | None) -> int | None:
+    return None if window is None else integer("window", window, least=1)
 
 
 def _checked_outputs(outputs: Collection[str]) -> tuple[str, ...]:

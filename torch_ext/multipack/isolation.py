@@ -38,6 +38,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multipack import ops
+from multipack._for_model import unwrapped
 
 _WORDS = 512
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -273,7 +274,7 @@ class _Run:
         self.places = places
         tensor = next(model.parameters(), next(model.buffers(), batch["input_ids"]))
         self.device = tensor.device
-        self.config = _config(model)
+        self.config = getattr(unwrapped(model), "config", None)
         needed = _needed(model)
         self.batch = {
             key: _move(value, self.device)
@@ -387,17 +388,6 @@ def _untouched(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(buffers)
-
-
-def _config(model: torch.nn.Module) -> Any:
-    """The config of a transformers model, through what wraps it; None for other models."""
-    inner: Any = model
-    while inner is not None:
-        config = getattr(inner, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            return config
-        inner = getattr(inner, "module", getattr(inner, "_orig_mod", None))
-    return None
 
 
 def _needed(model: torch.nn.Module) -> set[str]:
@@ -529,6 +519,8 @@ def _labelled(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _borders(mask: Any) -> torch.Tensor | None:
     """Where a mask of four dimensions keeps a token from its predecessor; bool (R, L) or (1, L)."""
+    if isinstance(mask, Mapping):  # by layer type: they have the same borders
+        mask = next(iter(mask.values()), None)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         return None
     before = mask[:, 0].diagonal(-1, -2, -1).cpu()
