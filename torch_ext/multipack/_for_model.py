@@ -161,8 +161,8 @@ def _refuse_what_masks_do_not_hold(inner: Any, text: Any, name: str) -> None:
         if other or convolution:
             what += f" ({f'layers of type {other}' if other else convolution})"
         raise ValueError(
-            f"{name} can't keep packed samples apart: {what}, and only special kernels on a GPU "
-            f"start it anew at seq_idx{remedy}"
+            f"{name} can't keep packed samples apart: {what}, and nothing but the kernels of "
+            f"separate packages for GPUs starts it anew at seq_idx{remedy}"
         )
     if other is not None:
         raise ValueError(
