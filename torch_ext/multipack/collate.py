@@ -23,6 +23,7 @@ from multipack._config import Config, Split, capacity, checked_split, layout, ma
 from multipack._flex import flex_block_mask
 from multipack._for_model import choose
 from multipack._samples import Sample, Samples, offsets_of
+from multipack._transport import sendable
 
 IGNORED_LABEL = -100
 
@@ -296,7 +297,7 @@ class Collator:
             values["loss_weights"] = weights
         for key, column in values.items():
             spread(self, result, key, column, offsets, index, row_offsets)
-        return result
+        return sendable(result)
 
 
 def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[Any], torch.Tensor]:

@@ -27,6 +27,7 @@ from multipack._arrays import Integers, int64_tensor, token_tensor, value_tensor
 from multipack._config import Config
 from multipack._plan import Repeat, count_labels
 from multipack._samples import PAIR
+from multipack._transport import sendable
 from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out, spread
 
 
@@ -235,7 +236,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         made = lay_out(collator, buffers.tokens, offsets, buffers.labels, index, row_offsets)
         for key, values in buffers.values.items():
             spread(collator, made, key, values, offsets, index, row_offsets)
-        return made
+        return sendable(made)
 
     def __getitems__(self, batch: Sequence[Any]) -> dict[str, Any]:
         """Return a finished batch, as `__getitem__` does."""

@@ -1,0 +1,130 @@
+"""How fast batches come out of a DataLoader, and how soon the first one.
+
+    python benches/python/loader.py --folder somewhere
+
+A Hugging Face data set of a million lognormal samples (150 tokens in the mean after clipping at
+1024; int32, with labels: 1.2 GB) is written to the folder, unless it is there, and read back
+memory-mapped. Two figures:
+
+- *tokens a second and worker*: workers collate rows of 16384 tokens, 110 samples in each, and send
+  the tensors over; the main process takes them. Every tenth batch is compared with its samples.
+- *start to first batch*: label counts read, two ranks balanced and planned, the first batch in
+  hand, all in this process; the file was opened before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader
+
+import multipack
+
+SEED = 20261130
+LONGEST = 1024
+PART = 100_000
+CONFIG = multipack.Config(sequence_len=4096, micro_batch_size=4)
+
+
+def write(folder: Path, samples: int) -> None:
+    """Write samples of which the second half is supervised."""
+    rng = np.random.default_rng(SEED)
+
+    def part(samples: int) -> datasets.Dataset:
+        lengths = np.clip(np.ceil(rng.lognormal(4.537, 1.0, samples)), 1, LONGEST).astype(np.int64)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        tokens = rng.integers(0, 1 << 17, int(offsets[-1]), dtype=np.int32)
+        within = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
+        labels = np.where(within < np.repeat(lengths // 2, lengths), -100, tokens).astype(np.int32)
+        columns = {"input_ids": tokens, "labels": labels}
+        lists = {
+            name: pa.LargeListArray.from_arrays(offsets, column) for name, column in columns.items()
+        }
+        return datasets.Dataset(pa.table(lists))
+
+    parts = [part(min(PART, samples - first)) for first in range(0, samples, PART)]
+    datasets.concatenate_datasets(parts).save_to_disk(folder)
+
+
+def expected(dataset: datasets.Dataset, batch: list[list[int]]) -> torch.Tensor:
+    """Return the tokens of a microbatch, read sample by sample."""
+    samples = dataset.with_format("numpy")[[sample for row in batch for sample in row]]
+    return torch.from_numpy(np.concatenate(list(samples["input_ids"])).astype(np.int64))
+
+
+def tokens_per_second(dataset: datasets.Dataset, workers: int, batches: int) -> float:
+    """Take so many batches from workers; return the tokens a second, the start of workers aside."""
+    collator = multipack.Collator(CONFIG, attention="flash")
+    packed = multipack.PackedDataset.from_arrow(dataset, collator=collator)
+    sampler = multipack.MultipackBatchSampler(packed.lengths, config=CONFIG)
+    order = [sampler.plan[0, k] for k in range(batches)]
+    loader = iter(DataLoader(packed, sampler=order, batch_size=None, num_workers=workers))
+    kept = {0: next(loader)["input_ids"]}
+    tokens, start = 0, time.perf_counter()
+    for number, batch in enumerate(loader, 1):
+        tokens += batch["input_ids"].numel()
+        if number % 10 == 0:
+            kept[number] = batch["input_ids"]
+    seconds = time.perf_counter() - start
+    for number, ids in kept.items():
+        assert ids.flatten().equal(expected(dataset, order[number])), number
+    return tokens / seconds
+
+
+def first_batch(dataset: datasets.Dataset) -> dict[str, float]:
+    """Return the seconds until each stage of a start is done, from the opened data set on."""
+    config = CONFIG.replace(world_size=2, balance_labels=True, gradient_accumulation_steps=4)
+    collator = multipack.Collator(config, attention="flash")
+    stages: dict[str, float] = {}
+    start = time.perf_counter()
+
+    def done(stage: str) -> None:
+        stages[stage] = time.perf_counter() - start
+
+    packed = multipack.PackedDataset.from_arrow(dataset, collator=collator)
+    done("opened")
+    counts, starts = packed.label_counts()
+    done("labels counted")
+    sampler = multipack.MultipackBatchSampler(
+        packed.lengths, counts, config, label_starts=starts, rank=1
+    )
+    done("planned")
+    batch = next(iter(DataLoader(packed, sampler=sampler, batch_size=None)))
+    done("first batch")
+    assert batch["input_ids"].flatten().equal(expected(dataset, sampler.plan[1, 0]))
+    return stages
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="keeps the data set for the next time")
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--batches", type=int, default=4_000, help="of each measurement")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        if not (folder / "state.json").exists():
+            write(folder, arguments.samples)
+        dataset: Any = datasets.load_from_disk(folder)
+        for stage, seconds in first_batch(dataset).items():
+            print(f"{stage:<16} {seconds:6.2f} s")
+        for workers in arguments.workers:
+            rate = tokens_per_second(dataset, workers, arguments.batches)
+            each = rate / workers / 1e6
+            print(f"{workers} workers: {rate / 1e6:.0f} million tokens/s, {each:.0f} each")
+
+
+if __name__ == "__main__":
+    main()

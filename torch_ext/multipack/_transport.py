@@ -1,0 +1,85 @@
+"""Batches on their way from a DataLoader worker to the main process.
+
+Torch sends each tensor as a file in shared memory: it is created, mapped on both sides, its pages
+are faulted in one by one, and its descriptor travels through a socket of its own. For the tensors
+of a batch, some hundred kilobytes in all, that takes longer than to make them. Here they go through
+the pipe of the batch, in one piece, int64 values as int32 where they fit. What arrives is a plain
+dict of the same tensors.
+
+One worker and rows of 16384 tokens, of ids, labels, positions and boundaries:
+
+    as torch sends them     4 million tokens a second
+    in one piece           NN million
+
+Large tensors, such as masks, are left to torch: a pipe copies what shared memory does not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+_MOST_BYTES = 1 << 20
+_ALIGNED = 16
+_INT32 = torch.iinfo(torch.int32)
+
+
+def sendable(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch; in a worker, as a dict that is sent in one piece."""
+    return batch if get_worker_info() is None else _Sendable(batch)
+
+
+class _Sendable(dict[str, Any]):
+    """A batch that pickles into a plain dict."""
+
+    def __copy__(self) -> _Sendable:
+        return _Sendable(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        pieces: list[torch.Tensor] = []
+        places = []
+        others = dict(self)
+        start = 0
+        for key, value in self.items():
+            if not _goes_through_the_pipe(value):
+                continue
+            narrow = _narrowed(value)
+            places.append((key, start, narrow.dtype, value.dtype, tuple(value.shape)))
+            pieces.append(narrow.reshape(-1).view(torch.uint8))
+            others[key] = None  # keeps its place among the keys
+            start += -(-pieces[-1].numel() // _ALIGNED) * _ALIGNED
+        data = torch.empty(start, dtype=torch.uint8)
+        for (_, first, *_), piece in zip(places, pieces, strict=True):
+            data[first : first + piece.numel()] = piece
+        return _received, (others, places, bytearray(data.numpy()))
+
+
+def _goes_through_the_pipe(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+        and not value.requires_grad
+        and value.numel() > 0
+        and value.nbytes <= _MOST_BYTES
+    )
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return int64 values as int32 if all of them fit."""
+    if tensor.dtype == torch.int64:
+        low, high = tensor.aminmax()
+        if int(low) >= _INT32.min and int(high) <= _INT32.max:
+            return tensor.to(torch.int32)
+    return tensor
+
+
+def _received(others: dict[str, Any], places: list[Any], data: bytearray) -> dict[str, Any]:
+    """Put the tensors back into the dict, each with memory that no other uses."""
+    for key, start, sent, dtype, shape in places:
+        values = torch.frombuffer(data, dtype=sent, count=math.prod(shape), offset=start)
+        others[key] = values.to(dtype).view(shape)
+    return others
