@@ -54,6 +54,7 @@ lint: .venv/requirements.stamp
 bench: build
 	cargo bench
 	python benches/python/plan_peers.py
+	python benches/python/loader.py
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"

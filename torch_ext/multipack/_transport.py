@@ -6,11 +6,6 @@ of a batch, some hundred kilobytes in all, that takes longer than to make them. 
 the pipe of the batch, in one piece, int64 values as int32 where they fit. What arrives is a plain
 dict of the same tensors.
 
-One worker and rows of 16384 tokens, of ids, labels, positions and boundaries:
-
-    as torch sends them     4 million tokens a second
-    in one piece           NN million
-
 Large tensors, such as masks, are left to torch: a pipe copies what shared memory does not.
 """
 
