@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +490,21 @@ def test_a_missing_file_is_one_sentence(
     assert main(["plan", *(part.format(none=none) for part in action)]) == 2
 
     assert capsys.readouterr().err == f"multipack: [Errno 2] No such file or directory: '{none}'\n"
+
+
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+def test_a_reader_that_has_seen_enough_is_no_error(lengths: Path) -> None:
+    made(lengths, *SETTINGS)
+    show = [sys.executable, "-c", "import sys; from multipack.cli import main; sys.exit(main())"]
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [*show, "plan", "show", str(lengths.with_name("epoch.plan"))],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -409,6 +409,12 @@ def save_table(path: Path, **columns: Any) -> None:
             lambda path: path.write_text("3"),
             "{path}: expected a list or an object, found",
         ),
+        (
+            "a.json",
+            lambda path: path.write_text('{"3": 4000000000}'),
+            "the histogram has 4,000,000,000 samples, more than 1,000,000,000: divide its counts, "
+            "which keeps their shares",
+        ),
         ("a.jsonl", lambda path: path.write_text("\n"), "{path}: no samples"),
         ("a.jsonl", lambda path: None, "{path}: No such file or directory"),
         (

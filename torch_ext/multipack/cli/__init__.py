@@ -9,6 +9,7 @@ stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -52,14 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, or what the command returned; 2 after an error, which is told on stderr;
-        130 if the user interrupted.
+        130 if the user interrupted; 141 if nobody reads on.
     """
     try:
         args = _parser().parse_args(argv)
         code: int | None = args.run(args)
+        sys.stdout.flush()
     except CliError as error:
         print(f"multipack: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as `head` does; what is left must not fail at exit again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return code or 0

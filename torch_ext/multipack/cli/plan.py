@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             code = action(args)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise CliError(str(error)) from error
     for warning in told:
