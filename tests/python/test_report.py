@@ -144,7 +144,7 @@ def test_numbers_are_read_from_arrays_and_text(
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("data.json", lambda path: path.write_text('{"3": 2, "7": 1, "4": 0}')),
+        ("data.json", lambda path: path.write_text('\ufeff{"3": 2, "7": 1, "4": 0}')),
         ("data.jsonl", lambda path: write_lines(path, {"length": 3, "count": 2}, "", 7)),
         ("data.csv", lambda path: path.write_text("length,count\n3,2\n7,1\n")),
         ("data.npz", lambda path: np.savez(path, lengths=[3, 7], count=[2, 1])),

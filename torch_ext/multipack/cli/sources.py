@@ -219,7 +219,7 @@ class _Reader:
 
     def _of_json(self, path: Path) -> Iterator[Lengths]:
         try:
-            value = data.parse_json(path.read_bytes())
+            value = data.parse_json(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
         except BadRecordError as error:
             raise CliError(f"{path}: {error}; JSON lines belong into a .jsonl") from error
         if isinstance(value, dict):
