@@ -23,6 +23,7 @@ from multipack.cli import compare, data, main, page, sources
 from multipack.cli._errors import CliError
 from multipack.cli.sources import Lengths, Options
 from multipack.cli.tokenizer import load_tokenizer
+from multipack.integrations import axolotl
 
 CONFIG = multipack.Config(sequence_len=8)
 
@@ -514,6 +515,19 @@ def test_options_override_the_file_and_are_read_as_yaml_is(
     assert found["settings"] == vars(expected)
 
 
+def test_settings_come_from_an_axolotl_yaml(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lengths(tmp_path / "data.npz")
+    config = tmp_path / "config.yml"
+    config.write_text("sequence_len: 64\nsample_packing: true\nflash_attention: true\nlr: 0.1\n")
+
+    found = as_json(capsys, str(path), "--axolotl", str(config), "--world-size", "2")["settings"]
+
+    assert found == vars(axolotl.from_yaml(config, world_size=2).config)
+    assert (found["sequence_len"], found["sample_packing_algorithm"]) == (64, "first_fit")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -521,6 +535,11 @@ def test_options_override_the_file_and_are_read_as_yaml_is(
         (
             ["--sequence-len", "long"],
             'sequence_len is "long", but must be an integer from 1 to 2147483647',
+        ),
+        (["--axolotl", "none.yml"], "none.yml: No such file or directory"),
+        (
+            ["--axolotl", "wrong.yml", "--config", "wrong.yml"],
+            "argument --config: not allowed with argument --axolotl; see `multipack report --help`",
         ),
         (["--config", "none.yml"], "none.yml: No such file or directory"),
         (["--config", "wrong.yml"], "unknown setting 'sequnce_len', did you mean 'sequence_len'?"),

@@ -1,7 +1,7 @@
 """Shows what packing and balancing would do to your data, every layout and strategy side by side.
 
   multipack report chats.jsonl --sequence-len 4096 --micro-batch-size 4 --world-size 8
-  multipack report train.parquet --config train.yml --html report.html
+  multipack report train.parquet --axolotl config.yml --html report.html
   multipack report lengths.npy --label-counts labels.npy --sequence-len 4096 --json
 
 DATA are JSON lines, JSON, Parquet, Arrow, CSV, a folder that save_to_disk of Hugging Face's

@@ -22,16 +22,21 @@ from typing import Any
 import yaml
 
 from multipack import Config
+from multipack.integrations import axolotl
 
 from ._errors import CliError
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--config`` and an option for each key."""
+    """Adds ``--config``, ``--axolotl`` and an option for each key."""
     group = parser.add_argument_group(
         "settings", "The keys of multipack.Config; options override the file."
     )
-    group.add_argument("--config", type=Path, metavar="FILE.yml", help="settings and nothing else")
+    files = group.add_mutually_exclusive_group()
+    files.add_argument("--config", type=Path, metavar="FILE.yml", help="settings and nothing else")
+    files.add_argument(
+        "--axolotl", type=Path, metavar="FILE.yml", help="an Axolotl YAML, with Axolotl's defaults"
+    )
     kinds = typing.get_type_hints(Config)
     texts = _docs()
     for field in dataclasses.fields(Config):
@@ -65,11 +70,14 @@ def read_settings(args: argparse.Namespace) -> Config:
     """
     names = [field.name for field in dataclasses.fields(Config)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    path = args.config or args.axolotl
     try:
-        config = Config() if args.config is None else Config.from_yaml(args.config)
+        if args.axolotl is not None:
+            return axolotl.from_yaml(path, **given).config
+        config = Config() if path is None else Config.from_yaml(path)
         return config.replace(**given)
     except OSError as error:
-        raise CliError(f"{args.config}: {error.strerror or error}") from error
+        raise CliError(f"{path}: {error.strerror or error}") from error
     except (TypeError, ValueError) as error:
         raise CliError(str(error)) from error
 
