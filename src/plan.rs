@@ -173,10 +173,20 @@ pub fn plan(
     let mut after = before.clone();
     if config.balance_labels && split == Split::Train {
         let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Balance);
-        balance::balance(&mut schedule, round, &samples, config, &mut stream);
+        balance::balance(
+            &mut schedule,
+            round,
+            &samples,
+            config,
+            bounds,
+            &mut stream,
+            threads,
+        );
         after = measure(&schedule);
     }
-    let floor = label_counts.and_then(|_| balance::label_std_floor(&schedule, round, &samples));
+    let floor = label_counts.and(after.mean_labels).and_then(|mean| {
+        balance::label_std_floor(&schedule, round, &samples, bounds.capacity, mean)
+    });
     (before.label_std_floor, after.label_std_floor) = (floor, floor);
     let Schedule {
         rows,

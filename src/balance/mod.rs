@@ -8,26 +8,34 @@
 //! 1. Layouts with a fixed number of samples: [`groups`] or, padded, [`padded`] deal the samples to
 //!    microbatches anew, even in tokens (and labels).
 //! 2. [`level`]: samples of equal length change places, so that the microbatches' labels even out.
-//! 3. [`groups`]: microbatches are put into optimizer steps that are even in labels and tokens.
-//! 4. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost.
+//! 3. Packed layouts: [`exchange`] lets sets of samples with equal sums of tokens change rows.
+//! 4. [`groups`]: microbatches are put into optimizer steps that are even in labels and tokens.
+//! 5. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost.
+//! 6. [`steps`]: what one microbatch leaves over in its step is spread over many.
 //!
 //! Packed rows come from a packer that mixes lengths ([`crate::pack::mixed`]): rows of long samples
 //! alone could not be evened. The whole epoch is balanced at once, which is more than a window of
-//! some steps can do. An incomplete last step takes part in 1 and 2, so that its microbatches are not
-//! the most uneven ones, and keeps its microbatches.
+//! some steps can do. An incomplete last step takes part in 1 to 3, so that its microbatches are not
+//! the most uneven ones, and keeps its microbatches. How near all this comes to the best that could
+//! be, [`floor`] says.
 
 mod arrange;
+mod exchange;
 mod floor;
 mod groups;
 mod level;
 mod padded;
+mod steps;
+
+use std::ops::Range;
 
 use crate::config::{BalanceCost, BatchLayout, Config, Split};
 use crate::order::Stream;
-use crate::pack::Rows;
+use crate::pack::{Bounds, Rows};
 use crate::samples::Samples;
 use crate::schedule::{Round, Schedule};
 use arrange::Load;
+use exchange::Shape;
 pub(crate) use floor::label_std_floor;
 use groups::{Unit, even_groups};
 
@@ -35,13 +43,23 @@ use groups::{Unit, even_groups};
 /// for who meets whom to stay a matter of chance.
 const BLOCK: usize = 2048;
 
+/// Microbatches that are looked through in all rounds of exchanges, and most rounds: the second
+/// gains a tenth of what the first does.
+const ROUNDS_BATCHES: usize = 1 << 15;
+const MOST_ROUNDS: usize = 4;
+/// Microbatches in all of the searches that begin elsewhere, and most of these.
+const LEAPS_BATCHES: usize = 1 << 10;
+const MOST_LEAPS: usize = 64;
+
 /// Balances a training schedule.
 pub(crate) fn balance(
     schedule: &mut Schedule,
     round: Round,
     samples: &Samples,
     config: &Config,
+    bounds: Bounds,
     stream: &mut Stream,
+    threads: usize,
 ) {
     let layout = config.layout(Split::Train);
     let given = Work::of(schedule, round, samples, layout);
@@ -51,24 +69,38 @@ pub(crate) fn balance(
     let units = |loads: &[Load]| loads.iter().map(|load| load.unit).collect::<Vec<Unit>>();
     let before = Unevenness::of([units(&loads(&given, layout, config)), rest.clone()], step);
 
+    let shape = Shape {
+        bounds,
+        align: config.align_samples_to as u32,
+        multiple: match config.pad_to_sequence_len {
+            true => bounds.capacity,
+            false => config.pad_to_multiple_of as u32,
+        },
+    };
+
     // A handful of samples may come out worse; then less is done, or nothing.
     let count = config.batch_size(Split::Train) as usize;
     let fixed = !layout.is_packed() && given.items.len() == count * given.totals.len();
-    for anew in [true, false].into_iter().skip(usize::from(!fixed)) {
+    for bold in [true, false] {
         let mut work = given.clone();
-        if anew {
+        if bold && fixed {
             regroup(&mut work, layout, count, stream);
             work.lose(given.lost());
         }
         level::equal_lengths(&mut work);
-        let loads = loads(&work, layout, config);
+        if bold && layout.is_packed() {
+            exchange_sets(&mut work, shape, stream, threads);
+        }
+        let weights = loads(&work, layout, config);
         let by_cost = config.balance_cost == BalanceCost::Attention;
         let arrange = if by_cost {
             arrange::by_cost
         } else {
             arrange::by_labels
         };
-        let order = arrange(&loads[..complete], round.world_size, step, stream);
+        let order = arrange(&weights[..complete], round.world_size, step, stream);
+        steps::even_steps(&mut work, &order, step);
+        let loads = loads(&work, layout, config);
         let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
         let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
         // Steps that are composed for cost may differ by a few tokens more.
@@ -79,11 +111,37 @@ pub(crate) fn balance(
         {
             let end = work.items.len();
             schedule.rows.items[..end].copy_from_slice(&work.items);
-            if anew {
+            schedule.rows.offsets[..work.fronts.len()].copy_from_slice(&work.fronts);
+            if bold {
                 sum_rows(&mut schedule.rows, samples);
             }
             reorder(&mut schedule.rows, &order, round.rows_per_microbatch);
             return;
+        }
+    }
+}
+
+/// Exchanges sets of samples between rows, as often as that pays. Where there are few microbatches
+/// the search may end in a hollow; then it goes on from places near it and keeps the best.
+fn exchange_sets(work: &mut Work, shape: Shape, stream: &mut Stream, threads: usize) {
+    let batches = work.totals.len().max(1);
+    let descend = |work: &mut Work| {
+        for _ in 0..(ROUNDS_BATCHES / batches).clamp(1, MOST_ROUNDS) {
+            if exchange::equal_sums(work, shape, threads) == 0 {
+                break;
+            }
+            level::equal_lengths(work);
+        }
+    };
+    descend(work);
+    for _ in 0..(LEAPS_BATCHES / batches).min(MOST_LEAPS) {
+        let mut other = work.clone();
+        for _ in 0..=stream.below(2) {
+            exchange::at_random(&mut other, shape, stream);
+        }
+        descend(&mut other);
+        if other.squares() < work.squares() {
+            *work = other;
         }
     }
 }
@@ -249,6 +307,12 @@ impl Work {
         self.leads.get(place as usize).copied().unwrap_or(false)
     }
 
+    /// The places of a row.
+    fn row(&self, row: usize) -> Range<u32> {
+        let end = self.fronts.get(row + 1);
+        self.fronts[row]..end.map_or(self.items.len() as u32, |&next| next)
+    }
+
     /// Labels lost at the fronts of rows.
     fn lost(&self) -> usize {
         self.fronts
@@ -265,15 +329,11 @@ impl Work {
                 break;
             }
             let front = self.fronts[at];
-            let end = self
-                .fronts
-                .get(at + 1)
-                .map_or(self.items.len() as u32, |&next| next);
             let right = |place: &u32| self.leads(*place) == (lost < wanted);
             if right(&front) {
                 continue;
             }
-            if let Some(other) = (front..end).find(right) {
+            if let Some(other) = self.row(at).find(right) {
                 self.swap(front as usize, other as usize);
                 lost = if lost < wanted { lost + 1 } else { lost - 1 };
             }
