@@ -55,6 +55,7 @@ bench: build
 	cargo bench
 	python benches/python/plan_peers.py
 	python benches/python/loader.py
+	python benches/python/balance_peers.py
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"

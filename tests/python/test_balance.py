@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import multipack
-from multipack import Config, MultipackBatchSampler, plan
+from multipack import Collator, Config, MultipackBatchSampler, PackedDataset, plan
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -104,3 +105,80 @@ def test_counts_are_of_the_labels_that_enter_the_loss() -> None:
         made = plan(offsets.diff(), counts, config, label_starts=starts)
 
         assert made.stats.after.mean_labels == mean
+
+
+def test_shifted_labels_count_as_they_are() -> None:
+    """The label at i is the target of position i; the last of a sample is -100."""
+    labels, offsets = torch.tensor([-100, 7, 8, 9, -100]), torch.tensor([0, 3, 5])
+    shifted = torch.tensor([7, 8, -100, -100, -100])
+
+    counts, starts = multipack.label_counts(shifted, offsets, shifted=True)
+
+    assert (counts.tolist(), starts.tolist()) == ([2, 0], [False, False])
+    assert counts.tolist() == multipack.label_counts(labels, offsets)[0].tolist()
+
+
+# ---- what comes out of the collator ----
+
+
+def loaded(sampler: MultipackBatchSampler, **keys: Any) -> DataLoader[Any]:
+    """The batches of a sampler over `chats`."""
+    labels, offsets = chats(400)
+    collator = Collator(sampler.config, attention="none", split=sampler.split)
+    data = PackedDataset(labels.abs(), offsets, labels, collator=collator)
+    return DataLoader(data, sampler=sampler, batch_size=None, **keys)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("keys", LAYOUTS, ids=str)
+def test_batches_have_as_many_labels_as_were_planned(keys: dict[str, Any], masked: bool) -> None:
+    made = sampler(mask_first_label=masked, incomplete_batches="fill", **keys)
+    planned = made.plan.stats.after.mean_labels
+    assert planned is not None
+
+    total = 0
+    for number, batch in enumerate(loaded(made)):
+        made.check_batch(batch, number)
+        total += int((batch["labels"][:, 1:] != -100).sum())
+
+    other = MultipackBatchSampler(
+        made._lengths, made._label_counts, made.config, rank=0, label_starts=made._label_starts
+    )
+    total += sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in loaded(other))
+    assert total == round(planned * 2 * len(made))
+
+
+def test_a_collator_that_changes_labels_is_found_out() -> None:
+    made = sampler()
+    for number, batch in enumerate(loaded(made, num_workers=2)):
+        made.check_batch(batch)
+        if number == 3:
+            break
+        made.consumed()
+    planned = int((batch["labels"] != -100).sum())
+    batch["labels"][0, batch["labels"][0].ne(-100).nonzero()[0]] = -100
+
+    with pytest.raises(ValueError) as raised:
+        made.check_batch(batch)
+    assert str(raised.value) == (
+        f"microbatch 3 of epoch 0 has {planned - 1} supervised tokens, but {planned} were planned: "
+        "labels must not be changed after they are counted; count them as they come out of the "
+        "collator"
+    )
+    with pytest.raises(ValueError, match="microbatch 4 of epoch 0"):
+        made.check_batch(batch, 4)
+    with pytest.raises(ValueError, match="neither 'labels' nor 'shift_labels'"):
+        made.check_batch({"input_ids": batch["input_ids"]})
+    with pytest.raises(IndexError, match="out of range"):
+        made.check_batch(batch, 10_000)
+
+
+def test_shifted_batches_are_checked_too() -> None:
+    labels, offsets = torch.tensor([5, 6, -100, 7, -100]), torch.tensor([0, 3, 5])
+    counts, starts = multipack.label_counts(labels, offsets, shifted=True)
+    made = MultipackBatchSampler(offsets.diff(), counts, label_starts=starts, sequence_len=5)
+
+    next(iter(made))
+    made.check_batch({"shift_labels": labels[None]})
+    with pytest.raises(ValueError, match="has 2 supervised tokens, but 3 were planned"):
+        made.check_batch({"shift_labels": torch.tensor([[5, 6, -100, -100, -100]])})

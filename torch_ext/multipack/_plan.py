@@ -308,7 +308,11 @@ def warn_of(plan: Plan, stacklevel: int) -> None:
 
 
 def label_counts(
-    labels: Integers, offsets: Integers, config: Config | None = None
+    labels: Integers,
+    offsets: Integers,
+    config: Config | None = None,
+    *,
+    shifted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the labels of each sample that really enter the loss.
 
@@ -322,18 +326,25 @@ def label_counts(
         offsets: (N+1,) integers: where each sample begins in `labels`.
         config (Config): Its `mask_first_label` is followed, and its `sequence_len` where over-long
             samples are truncated.
+        shifted (bool): The labels are a `shift_labels` column: the one at i is the target of
+            position i, and the last of a sample is -100. Every other one than -100 counts then,
+            and no sample loses one by standing first in its row.
 
     Returns:
         tuple[torch.Tensor, torch.Tensor]: int64 (N,) counts, and bool (N,): whether the sample's
-            first label is supervised; the two arguments of `plan`.
+            first label is supervised (False where `shifted`); the two arguments of `plan`.
 
     Raises:
         TypeError: If the labels are not int32 or int64, or the offsets not integers.
         ValueError: If the offsets fall, or end past the labels.
     """
-    return count_labels(
-        token_tensor("labels", labels), int64_tensor("offsets", offsets), make_config(config, {})
+    settings = make_config(config, {})
+    if shifted:
+        settings = dataclasses.replace(settings, mask_first_label=False)
+    counts, starts = count_labels(
+        token_tensor("labels", labels), int64_tensor("offsets", offsets), settings
     )
+    return counts, starts.new_zeros(starts.shape) if shifted else starts
 
 
 def count_labels(

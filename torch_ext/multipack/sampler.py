@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.utils.data import Sampler, SequentialSampler
 
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer
@@ -30,9 +31,10 @@ from multipack._config import (
     make_config,
     refuse_config,
 )
-from multipack._plan import Plan, plan_tensors, warn_of
+from multipack._plan import Plan, Repeat, plan_tensors, warn_of
 from multipack._processes import warn_if_alone
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
+from multipack.collate import IGNORED_LABEL
 
 Batch: TypeAlias = "list[list[int]] | list[int]"
 
@@ -81,11 +83,7 @@ class _Batches(Iterator[Batch]):
             if sampler._latest is current and sampler._epoch == current.epoch:
                 sampler._epoch, sampler._start = current.epoch + 1, 0
             raise StopIteration
-        if isinstance(sampler.rank, int):
-            rows = self._plan[sampler.rank, number]
-        else:
-            k, rank = divmod(number, sampler.config.world_size)
-            rows = self._plan[rank, k]
+        rows = sampler._rows(self._plan, number)
         current.yielded += 1
         return rows[0] if sampler._layout in ("padded", "flattened") else rows
 
@@ -307,6 +305,50 @@ class MultipackBatchSampler(Sampler[Batch]):
                 f"states of this iteration will not hold a position: {latest.fault}", stacklevel=2
             )
 
+    def check_batch(self, batch: Mapping[str, Any], number: int | None = None) -> None:
+        """Check that a finished batch has as many supervised tokens as were planned for it.
+
+        Balancing, and a loss that is divided by counts that are known beforehand, rest on the
+        counts that the sampler was given. Another collator that masks labels, or tokens that have
+        changed since they were counted, make them wrong and nothing else would tell.
+
+            for batch in loader:
+                sampler.check_batch(batch)
+                ...
+                sampler.consumed()
+
+        Args:
+            batch (Mapping): With `labels` (R, L), of which the first in each row has nothing that
+                predicts it, or else `shift_labels` (R, L), of which each one counts.
+            number (int): Which microbatch of the latest iteration it is, from 0, as the iteration
+                has yielded them; None: the next one after those that were consumed.
+
+        Raises:
+            IndexError: If the iteration has no such microbatch.
+            TypeError: If `number` is not an integer.
+            ValueError: If the batch has neither, or another number of supervised tokens.
+        """
+        latest = self._latest
+        at = latest.start + (latest.consumed if number is None else integer("number", number, 0))
+        plan = self._plan_of(latest.epoch)
+        if at >= (count := self._count(plan)):
+            raise IndexError(f"microbatch {at} is out of range: epoch {latest.epoch} has {count}")
+        shifted = "labels" not in batch
+        if shifted and "shift_labels" not in batch:
+            raise ValueError("the batch has neither 'labels' nor 'shift_labels' to count")
+        labels = torch.as_tensor(batch["shift_labels" if shifted else "labels"])
+        # Counts without starts do not say which first labels are lost: all are counted then.
+        tells = self._label_counts is None or self._label_starts is not None
+        first = 1 if not shifted and (tells or self.config.mask_first_label) else 0
+        found = int((labels[:, first:] != IGNORED_LABEL).sum())
+        planned = sum(map(self._labels_of_row, self._rows(plan, at)))
+        if found != planned:
+            raise ValueError(
+                f"microbatch {at} of epoch {latest.epoch} has {found} supervised tokens, but "
+                f"{planned} were planned: labels must not be changed after they are counted; count "
+                "them as they come out of the collator"
+            )
+
     def state_dict(self, *, epochs: float | None = None) -> dict[str, Any]:
         """Return the position as plain data, which ``torch.load(weights_only=True)`` reads.
 
@@ -478,6 +520,33 @@ class MultipackBatchSampler(Sampler[Batch]):
     def _count(self, plan: Plan) -> int:
         """Microbatches that a pass over a plan yields."""
         return len(plan) * self._ranks_yielded
+
+    def _rows(self, plan: Plan, number: int) -> list[list[int]]:
+        """The rows of a microbatch, counted as they are yielded."""
+        if isinstance(self.rank, int):
+            return plan[self.rank, number]
+        k, rank = divmod(number, self.config.world_size)
+        return plan[rank, k]
+
+    def _labels_of_row(self, row: list[int]) -> int:
+        """Supervised tokens that were planned for the samples of a row."""
+        masked = self.config.mask_first_label
+        index = torch.tensor([sample for sample in row if not isinstance(sample, Repeat)])
+        if index.numel() == 0:
+            return 0
+        if self._label_counts is None:
+            counts = self._lengths[index].clamp(max=self.config.sequence_len) - int(masked)
+        else:
+            counts = self._label_counts[index]
+        # Nothing predicts the first token of a row of the batch.
+        leading = index if self._layout == "padded" else index[:1]
+        if masked:
+            lost = 0
+        elif self._label_starts is not None:
+            lost = int(self._label_starts[leading].sum())
+        else:
+            lost = leading.numel() if self._label_counts is None else 0
+        return int(counts.sum()) - lost
 
     def _go_to(self, epoch: int, position: int) -> None:
         """Stand at a position; an iteration under way no longer counts."""
