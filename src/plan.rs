@@ -166,7 +166,14 @@ pub fn plan(
     };
     let all_rows = rows.len();
     let mut schedule = Schedule::complete(rows, &samples.slots, round)?;
-    let warnings = warnings(&samples, &schedule, round, all_rows);
+    let mut warnings = warnings(&samples, &schedule, round, all_rows);
+    if config.balance_labels && split == Split::Train && label_counts.is_none() {
+        warnings.push(
+            "balance_labels has no label counts to go by, so every token counts as supervised; \
+             give label_counts where prompts are masked"
+                .into(),
+        );
+    }
     let measure =
         |schedule: &Schedule| Stats::of(schedule, round, &samples, config, split, bounds, threads);
     let mut before = measure(&schedule);
