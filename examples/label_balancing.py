@@ -3,10 +3,9 @@
     python examples/label_balancing.py
 
 A small Llama learns from packed samples whose answers are of very different lengths: some prompts
-are long and their answers short, with others it is the other way round. Only answers are trained on. Both
-runs begin with the same weights, see the same samples in rows of the same size, and take the same
-number of optimizer steps of eight microbatches; only who shares a row and a step differs. For each
-step three things are noted:
+are long and their answers short, with others it is the other way round. Only answers are trained
+on. Both runs begin with the same weights, see the same samples in rows of the same size, and take
+steps of four microbatches; only who shares a row and a step differs. For each step is noted:
 
 - The norm of the step's gradient: of the sum over all its labels, divided by their number. It
   varies between steps because each step draws other samples, and steps of fewer labels vary more.
@@ -14,9 +13,19 @@ step three things are noted:
   means, as in many loops. Balancing makes all labels of a step weigh about the same.
 - How far the gradient of such a loop is from the right one, as a share of it.
 
-One run took 40 seconds on two cores, with torch 2.13:
+On two cores, with torch 2.13, in half a minute to a minute:
 
-RESULT
+    4000 samples, 94 steps                                     given    balanced
+    labels of a step, std/mean                                15.82%       0.07%
+    gradient norm over the second half, std/mean             155.25%      51.94%
+    heaviest over lightest label, mean of means                 2.67        1.05
+    gradient off the right one, mean of means                  22.0%        1.1%
+    loss on held-out samples                                  2.8198      2.8239
+
+The loss that such a short training ends with is the same: balancing does not replace dividing by
+the right number of labels. What it does is that steps are alike, and that it hardly matters any
+longer by which number one divides. The spread of the norm hangs on a few steps, and is another
+with other seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +46,8 @@ from multipack import Collator, Config, MultipackBatchSampler, PackedDataset
 
 VOCABULARY = 64
 SEQUENCE_LEN = 512
-ACCUMULATION = 8
+TIMES = 2  # the row of a microbatch holds so many of the longest samples
+ACCUMULATION = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +123,7 @@ def train(balance: bool, samples: int, epochs: int) -> Run:
     """Train from the start, with or without balanced labels."""
     config = Config(
         sequence_len=SEQUENCE_LEN,
+        micro_batch_size=TIMES,
         gradient_accumulation_steps=ACCUMULATION,
         balance_labels=balance,
     )
@@ -149,7 +160,8 @@ def train(balance: bool, samples: int, epochs: int) -> Run:
     sampler = MultipackBatchSampler(held_out.lengths, counts, config, label_starts=starts)
     with torch.no_grad():
         losses = [
-            loss_sum(model, batch) for batch in DataLoader(held_out, sampler=sampler, batch_size=None)
+            loss_sum(model, batch)
+            for batch in DataLoader(held_out, sampler=sampler, batch_size=None)
         ]
     total = sum(float(loss) for loss, _ in losses) / sum(count for _, count in losses)
     return dataclasses.replace(run, loss=total)
@@ -163,20 +175,26 @@ def spread(values: list[float] | list[int]) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, Run]:
     """Train both ways and print what differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=12_000)
+    parser.add_argument("--samples", type=int, default=4_000)
     parser.add_argument("--epochs", type=int, default=1)
     args = parser.parse_args(arguments)
     runs = {
         name: train(balance, args.samples, args.epochs)
         for name, balance in (("given", False), ("balanced", True))
     }
-    print(f"{len(runs['given'].norms)} and {len(runs['balanced'].norms)} steps")
+    print(f"{args.samples} samples, {len(runs['balanced'].norms)} steps")
     print(f"{'':52}" + "".join(f"{name:>12}" for name in runs))
     for name, of_run in (
         ("labels of a step, std/mean", lambda run: f"{spread(run.labels):.2%}"),
         ("gradient norm over the second half, std/mean", late_norms),
-        ("heaviest over lightest label, mean of means", lambda r: f"{statistics.fmean(r.weights):.2f}"),
-        ("gradient off the right one, mean of means", lambda r: f"{statistics.fmean(r.distances):.1%}"),
+        (
+            "heaviest over lightest label, mean of means",
+            lambda r: f"{statistics.fmean(r.weights):.2f}",
+        ),
+        (
+            "gradient off the right one, mean of means",
+            lambda r: f"{statistics.fmean(r.distances):.1%}",
+        ),
         ("loss on held-out samples", lambda run: f"{run.loss:.4f}"),
     ):
         print(f"{name:52}" + "".join(f"{of_run(run):>12}" for run in runs.values()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,3 +184,22 @@ def test_shifted_batches_are_checked_too() -> None:
     made.check_batch({"shift_labels": labels[None]})
     with pytest.raises(ValueError, match="has 2 supervised tokens, but 3 were planned"):
         made.check_batch({"shift_labels": torch.tensor([[5, 6, -100, -100, -100]])})
+
+
+# ---- what it is good for ----
+
+
+def test_the_example_shows_even_steps_and_labels_of_equal_weight(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = Path(__file__).parents[2] / "examples" / "label_balancing.py"
+    example = runpy.run_path(str(path))
+
+    runs = example["main"](["--samples", "300"])
+
+    given, balanced = runs["given"], runs["balanced"]
+    assert len(given.norms) == len(balanced.norms) > 3
+    assert example["spread"](balanced.labels) < 0.1 * example["spread"](given.labels)
+    assert sum(balanced.weights) < sum(given.weights)
+    assert sum(balanced.distances) < 0.5 * sum(given.distances)
+    assert "gradient norm over the second half" in capsys.readouterr().out
