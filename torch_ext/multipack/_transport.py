@@ -34,22 +34,20 @@ class _Sendable(dict[str, Any]):
         return _Sendable(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        pieces: list[torch.Tensor] = []
-        places = []
         others = dict(self)
+        places = []
         start = 0
         for key, value in self.items():
-            if not _goes_through_the_pipe(value):
-                continue
-            narrow = _narrowed(value)
-            places.append((key, start, narrow.dtype, value.dtype, tuple(value.shape)))
-            pieces.append(narrow.reshape(-1).view(torch.uint8))
-            others[key] = None  # keeps its place among the keys
-            start += -(-pieces[-1].numel() // _ALIGNED) * _ALIGNED
-        data = torch.empty(start, dtype=torch.uint8)
-        for (_, first, *_), piece in zip(places, pieces, strict=True):
-            data[first : first + piece.numel()] = piece
-        return _received, (others, places, bytearray(data.numpy()))
+            if _goes_through_the_pipe(value):
+                sent = _narrowest(value)
+                places.append((key, start, sent, value.dtype, tuple(value.shape)))
+                others[key] = None  # keeps its place among the keys
+                start += -(-value.numel() * sent.itemsize // _ALIGNED) * _ALIGNED
+        data = bytearray(start)
+        for key, first, sent, _, shape in places:
+            part = torch.frombuffer(data, dtype=sent, count=math.prod(shape), offset=first)
+            part.copy_(self[key].reshape(-1))
+        return _received, (others, places, data)
 
 
 def _goes_through_the_pipe(value: Any) -> bool:
@@ -63,13 +61,13 @@ def _goes_through_the_pipe(value: Any) -> bool:
     )
 
 
-def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return int64 values as int32 if all of them fit."""
+def _narrowest(tensor: torch.Tensor) -> torch.dtype:
+    """Return int32 for int64 values that all fit, and else the dtype that there is."""
     if tensor.dtype == torch.int64:
         low, high = tensor.aminmax()
         if int(low) >= _INT32.min and int(high) <= _INT32.max:
-            return tensor.to(torch.int32)
-    return tensor
+            return torch.int32
+    return tensor.dtype
 
 
 def _received(others: dict[str, Any], places: list[Any], data: bytearray) -> dict[str, Any]:
