@@ -32,7 +32,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints, seed_worker
 
 from multipack._config import Config, Split, layout
-from multipack._plan import count_labels
+from multipack._plan import Plan, count_labels
 from multipack._samples import token_array
 from multipack.collate import IGNORED_LABEL, Collator
 from multipack.dataset import PackedDataset, RowDataset
@@ -116,6 +116,8 @@ class PackedTrainer(Trainer):
         self._packing = config
         self._template = data_collator
         self._train_plan: MultipackBatchSampler | None = None
+        self._epoch_plan: Plan
+        self._microbatch = 0  # of this rank and epoch: the next to be trained on
         self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
         self._token_losses: list[torch.Tensor] | None = None
         super().__init__(model, args, **kwargs)
@@ -297,11 +299,35 @@ class PackedTrainer(Trainer):
         sampler = self._plan_of_training()
         # The wrappers around it need not pass this on: here it is done.
         sampler.set_epoch(kwargs["epoch"])
+        self._epoch_plan, self._microbatch = sampler.plan, 0
+        if kwargs["resume_from_checkpoint"] and kwargs["epoch"] == kwargs["epochs_trained"]:
+            self._microbatch = kwargs["steps_trained_in_current_epoch"]
         kwargs["steps_in_epoch"] = len(sampler)
         kwargs["num_update_steps_per_epoch"] = -(
             -len(sampler) // self.args.gradient_accumulation_steps
         )
         super()._run_epoch(**kwargs)  # type: ignore[no-untyped-call]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on one microbatch, as the Trainer does, and count it."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self._microbatch += 1
+        return loss
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+            return
+        # The Trainer would take the sum of the mask, which here has a row for each token.
+        self.state.num_input_tokens_seen += self._tokens(self._microbatch - 1)
+
+    def _tokens(self, number: int) -> int:
+        """Return the tokens of a number's microbatches of all ranks, padding not counted."""
+        sampler = self._plan_of_training()
+        world = sampler.config.world_size
+        rows = [row for rank in range(world) for row in self._epoch_plan[rank, number]]
+        lengths = sampler._lengths[[sample for row in rows for sample in row]]
+        return int(lengths.clamp(max=sampler.config.sequence_len).sum())
 
     def _plan_of_training(self) -> MultipackBatchSampler:
         assert self._train_plan is not None, "the trainer makes its loader first"

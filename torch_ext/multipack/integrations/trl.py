@@ -59,3 +59,21 @@ class PackedSFTTrainer(PackedTrainer, SFTTrainer):
                 "excess_length_strategy decide"
             )
         super().__init__(model, args, config=config, **kwargs)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Compute the loss, as the SFTTrainer does, and count tokens for its `num_tokens`."""
+        before = self._total_train_tokens
+        result = super().compute_loss(  # type: ignore[no-untyped-call]
+            model, inputs, return_outputs, num_items_in_batch
+        )
+        if model.training:
+            # The SFTTrainer would take the sum of the mask, which here has a row for each token.
+            self._total_train_tokens = before + self._tokens(self._microbatch)
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return result
