@@ -26,9 +26,7 @@ def test_a_killed_training_goes_on_to_the_bit(case: dict[str, Any], tmp_path: Pa
     processes = case["processes"]
     rng = random.Random(resume_cases.name(case))
     whole = trainer_runs.run(train, processes, tmp_path / "whole", case)
-    # Once per substep, step and step's beginning; the first checkpoint is there after 2 steps.
-    first = 2 * (case["accumulation"] + 1)
-    at = rng.randrange(first + 1, whole[0]["events"] * 2 // 3)
+    at = rng.randrange(whole[0]["first saved at"] + 1, whole[0]["events"] * 2 // 3)
     folder = tmp_path / "killed"
     killer = rng.randrange(processes)
     trainer_runs.run(train, processes, folder, case, (killer, "event", at), killed=True)
@@ -65,7 +63,7 @@ def train(
     from multipack.integrations.hf import PackedTrainer
 
     rank = int(os.environ.get("RANK", "0"))
-    seen = {"event": 0, "save": 0, "began at step": 0}
+    seen = {"event": 0, "save": 0, "began at step": 0, "first saved at": 0}
 
     def count(kind: str) -> None:
         seen[kind] += 1
@@ -76,16 +74,17 @@ def train(
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seen["began at step"] = state.global_step
 
+        def on_save(self, *_: Any, **__: Any) -> None:
+            seen["first saved at"] = seen["first saved at"] or seen["event"]
+
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             count("event")
 
         on_substep_end = on_step_end = on_step_begin
 
     keys = resume_cases.settings(case)
-    config = Config(
-        sequence_len=24,
-        **{key: keys[key] for key in keys if key.startswith(("s", "m", "bat", "bal"))},
-    )
+    for key in ("world_size", "gradient_accumulation_steps"):
+        del keys[key]  # these are the trainer's to know
     trainer = PackedTrainer(
         model=trainer_runs.tiny_llama(dropout=0.1),
         args=trainer_runs.arguments(
@@ -94,10 +93,10 @@ def train(
             gradient_accumulation_steps=case["accumulation"],
             dataloader_num_workers=case["workers"],
             save_strategy="steps",
-            save_steps=2,
+            save_steps=8 // case["accumulation"],
         ),
-        train_dataset=datasets.Dataset.from_list(trainer_runs.chats(96)),
-        config=config,
+        train_dataset=datasets.Dataset.from_list(trainer_runs.chats(72)),
+        config=Config(sequence_len=24, **keys),
         callbacks=[Counter()],
     )
     save = torch.save
@@ -118,5 +117,6 @@ def train(
         "weights": trainer_runs.weights(trainer.model),
         "events": seen["event"],
         "began at step": seen["began at step"],
+        "first saved at": seen["first saved at"],
         "warnings": [str(warning.message) for warning in told],
     }
