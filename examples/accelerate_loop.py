@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multipack import Collator, Config, MultipackBatchSampler, PackedDataset
@@ -54,7 +54,7 @@ def train(
         )
     )
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=dict)
+    loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=default_convert)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
 
     if (folder / "sampler.pt").exists():

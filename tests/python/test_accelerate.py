@@ -9,7 +9,7 @@ import pytest
 import torch
 import trainer_runs
 from accelerate import Accelerator, skip_first_batches
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 
 from multipack import Collator, Config, MultipackBatchSampler, PackedDataset, RowDataset
 from multipack.integrations.accelerate import load_state_dict, prepare, set_epoch
@@ -104,13 +104,16 @@ def test_finished_batches_of_a_packed_dataset_are_taken() -> None:
     offsets = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     data = PackedDataset(tokens, offsets, collator=collator)
     sampler = MultipackBatchSampler(LENGTHS, config=collator.config)
-    loader = prepare(accelerator, DataLoader(data, batch_sampler=sampler, collate_fn=dict))
+    loader = prepare(
+        accelerator, DataLoader(data, batch_sampler=sampler, collate_fn=default_convert)
+    )
     assert sum(batch["input_ids"].numel() for batch in loader) == sum(LENGTHS)
     with pytest.raises(TypeError) as error:
         prepare(accelerator, DataLoader(data, sampler=sampler, batch_size=None))
     assert str(error.value) == (
         "the DataLoader has a MultipackBatchSampler as sampler, which accelerate cannot share out: "
-        "give it as batch_sampler, and for a PackedDataset collate_fn=dict"
+        "give it as batch_sampler, and for a PackedDataset "
+        "collate_fn=torch.utils.data.default_convert"
     )
 
 

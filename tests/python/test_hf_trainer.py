@@ -191,24 +191,18 @@ def test_every_sample_is_trained_on_once_over_all_ranks(tmp_path: Path) -> None:
         assert layout not in ("padded", "flattened") or together == everything
 
 
-def test_the_loader_hands_out_rows_as_asked_for(tmp_path: Path) -> None:
-    lengths = {
-        "one_row": (1, None),
-        "real_rows": (4, None),
-        "padded": (4, None),
-        "flattened": (1, None),
-    }
-    for layout, (rows, _) in lengths.items():
-        trainer = packed(tmp_path, config=LAYOUTS[layout], per_device_train_batch_size=4)
-        if layout == "one_row":
-            trainer = packed(
-                tmp_path,
-                config={**LAYOUTS[layout], "multipack_real_batches": False},
-                per_device_train_batch_size=4,
-            )
-        batch = next(iter(trainer.get_train_dataloader()))
-        assert batch["input_ids"].shape[0] == rows
-        assert batch["attention_mask"].shape[0] == rows
+@pytest.mark.parametrize(
+    ("layout", "rows"), [("one_row", 1), ("real_rows", 4), ("padded", 4), ("flattened", 1)]
+)
+def test_the_loader_hands_out_rows_as_asked_for(layout: str, rows: int, tmp_path: Path) -> None:
+    config = dict(LAYOUTS[layout])
+    if layout == "one_row":
+        config["multipack_real_batches"] = False  # or a model with masks gets real rows
+    trainer = packed(tmp_path, config=config, per_device_train_batch_size=4)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert {value.shape[0] for value in batch.values()} == {rows}
+    # Nothing sees the padding at the end of a row, so that a causal model needs no mask there.
+    assert ("attention_mask" in batch) == (layout != "padded")
 
 
 def test_a_model_with_dense_masks_gets_rows_of_one_sequence_and_flash_gets_one_row(
@@ -420,6 +414,23 @@ def test_trainers_for_something_else_are_refused_by_name(
     with pytest.raises(ValueError) as error:
         packed(tmp_path, kind=type("Mine", (PackedTrainer, other), {}))
     assert str(error.value).startswith(f"{name} is a trainer for {what}, but multipack packs")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("is_encoder_decoder", True, "LlamaForCausalLM is an encoder with a decoder, but multi"),
+        ("model_type", "diffusion_gemma", "LlamaForCausalLM is a diffusion model, but multipack"),
+    ],
+)
+def test_models_that_are_not_causal_are_refused(
+    key: str, value: Any, text: str, tmp_path: Path
+) -> None:
+    model = trainer_runs.tiny_llama()
+    setattr(model.config, key, value)
+    with pytest.raises(ValueError) as error:
+        packed(tmp_path, model=model)
+    assert str(error.value).startswith(text)
 
 
 def test_streams_and_other_collators_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_convert
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints, seed_worker
 
@@ -181,7 +181,7 @@ class PackedTrainer(Trainer):
             if "labels" in dataset.column_names:
                 counts, starts = flat.label_counts(config)
             if _FLAT_COLUMNS.issuperset(dataset.column_names):
-                data, collate = flat, dict  # the batches are finished
+                data, collate = flat, default_convert  # the batches are finished
             else:
                 data = RowDataset(dataset)
         else:
@@ -227,8 +227,13 @@ class PackedTrainer(Trainer):
 
     def _collator(self, split: Split) -> Collator:
         """Return what makes batches, with the settings that the trainer really has."""
-        collator = copy.copy(self._template or _collator_for(self.model, self.processing_class))
         config = self._config()
+        if self._template is not None:
+            collator = copy.copy(self._template)
+        else:
+            model: Any = self.model
+            pad = getattr(self.processing_class, "pad_token_id", None)
+            collator = Collator.for_model(model, config, pad_token_id=pad, split=split)
         if config.multipack_real_batches is None and layout(config, split) == "one_row":
             # A dense mask of one long row takes as much as those of its rows, squared.
             masked = collator.attention in _SCATTERED
@@ -547,22 +552,6 @@ def _each(datasets_: Any) -> Iterator[Any]:
         yield datasets_
 
 
-def _collator_for(model: Any, tokenizer: Any) -> Collator:
-    """Return a collator for the attention that the model uses."""
-    implementation = str(getattr(model.config, "_attn_implementation", "eager"))
-    attention = {"sdpa": "bool", "eager": "additive", "flex_attention": "flex"}.get(
-        implementation, "multipack" if implementation == "multipack" else "flash"
-    )
-    if attention != "flash" and getattr(model.config, "sliding_window", None) is not None:
-        attention = "none"  # transformers makes a mask for each kind of layer, from the positions
-    pad = getattr(tokenizer, "pad_token_id", None)
-    return Collator(
-        attention=attention,
-        pad_token_id=0 if pad is None else pad,
-        dtype=model.dtype if attention == "additive" else None,
-    )
-
-
 def _refuse_kind(trainer: Trainer) -> None:
     """Refuse trainers and models that do not learn single causal texts.
 
@@ -646,5 +635,5 @@ def _refuse_stream(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset | datasets.IterableDataset):
         raise TypeError(
             "the data set is a stream, but a plan needs indices: give a map-style data set, or "
-            "pack the stream with multipack.StreamingMultipack in a plain Trainer"
+            "train on multipack.StreamingMultipack in a loop of your own"
         )

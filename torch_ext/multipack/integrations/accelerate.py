@@ -16,7 +16,8 @@ for that: first all ranks' microbatches of the first microstep, then those of th
 left to guard against are settings that would cut batches up, and epochs, which its wrappers
 (`BatchSamplerShard`, the loaders of `skip_first_batches`) do not pass on to the sampler.
 
-For a `PackedDataset`, whose batches are finished, give ``collate_fn=dict``.
+For a `PackedDataset`, whose batches are finished, give
+``collate_fn=torch.utils.data.default_convert``.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def _sampler_of(loader: Any) -> MultipackBatchSampler | None:
     if isinstance(getattr(loader, "sampler", None), MultipackBatchSampler):
         raise TypeError(
             "the DataLoader has a MultipackBatchSampler as sampler, which accelerate cannot share "
-            "out: give it as batch_sampler, and for a PackedDataset collate_fn=dict"
+            "out: give it as batch_sampler, and for a PackedDataset "
+            "collate_fn=torch.utils.data.default_convert"
         )
     inner = getattr(loader, "batch_sampler", None)
     while inner is not None and not isinstance(inner, MultipackBatchSampler):
