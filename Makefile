@@ -54,6 +54,8 @@ lint: .venv/requirements.stamp
 bench: build
 	cargo bench
 	python benches/python/plan_peers.py
+	python benches/python/attention_peers.py
+	python benches/python/attention_peers.py --step
 	python benches/python/loader.py
 	python benches/python/balance_peers.py
 

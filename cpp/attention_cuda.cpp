@@ -71,7 +71,7 @@ struct Varlen {
 bool flash_runs(const at::Tensor& q) {
   static std::array<std::atomic<int>, 64> known{}; // by device: 0 not tried, 1 runs, 2 does not
   const auto device = static_cast<size_t>(q.device().index());
-  TORCH_CHECK(device < known.size(), "device index ", device, " is more than was thought of");
+  TORCH_CHECK(device < known.size(), "multipack::attention keeps track of 64 devices, but q is on ", q.device());
   if (known[device] == 0) {
     try {
       const at::Tensor probe = at::zeros({1, 1, 64}, q.options().dtype(at::kHalf));
