@@ -129,7 +129,7 @@ def compare_steps(runs: int) -> None:
         vocab_size=4096,
         hidden_size=256,
         intermediate_size=688,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
     )
