@@ -97,6 +97,26 @@ def test_what_is_chosen_isolates(
     assert max(report.moved, report.differs) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("opt", "sdpa"), ("bert", "sdpa"), ("roberta", "eager")]
+)
+def test_families_that_do_not_look_at_positions(family: str, implementation: str) -> None:
+    """Why for_model prefers a mask to positions, with which these leak whatever they are told."""
+    batch = Collator(CONFIG, attention="none")(ROWS)
+    with pytest.raises(IsolationError, match="leaks into"):
+        verify_isolation(make_model(family, implementation), {**batch, "use_cache": False})
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("gpt_oss", "eager"), ("llama4_text", "sdpa")]
+)
+def test_families_that_look_at_positions(family: str, implementation: str) -> None:
+    """With windows and chunks of their own, beyond what one mask could say."""
+    batch = Collator(CONFIG, attention="none")(ROWS)
+    model = make_model(family, implementation)
+    assert verify_isolation(model, {**batch, "use_cache": False}).moved == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_mask_is_of_the_models_dtype(dtype: torch.dtype) -> None:
     model = copy.deepcopy(make_model("llama", "eager")).to(dtype)
