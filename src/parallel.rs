@@ -58,6 +58,12 @@ pub fn for_each<T: Send>(threads: usize, parts: Vec<T>, work: impl Fn(T) + Send 
     }
 }
 
+/// How much of `len` goes to one part of the work: a few parts for each thread, so that none waits
+/// long for the last. At least 1.
+pub(crate) fn chunk_len(len: usize, threads: usize) -> usize {
+    len.div_ceil(4 * threads.max(1)).max(1)
+}
+
 /// This process's pool of that many threads; none for one thread, where threads cannot be had, or
 /// when the slots have run out.
 fn pool(threads: usize) -> Option<&'static ThreadPool> {

@@ -5,13 +5,15 @@
 //! millions of samples is cheap to keep, to hash, to save and to hand to a worker. Every rank makes
 //! the whole plan by itself and takes its share.
 
+use std::ops::Range;
+
 use serde::Serialize;
 
 use crate::balance;
 use crate::config::{BatchLayout, Config, Incomplete, Split};
 use crate::digest::Digest;
 use crate::order::{Purpose, Stream};
-use crate::pack::{self, Bounds, Rows};
+use crate::pack::{self, Bounds, Items, Rows};
 use crate::parallel;
 use crate::samples::{Dropped, Inputs, Samples, Tally};
 use crate::schedule::{Round, Schedule};
@@ -150,7 +152,18 @@ pub fn plan(
     };
     let samples = Samples::retain(inputs, config, threads)?;
 
-    let (rows, bounds) = lay_rows(&samples, config, epoch, split, threads)?;
+    let bounds = bounds(config, split)?;
+    let count = || Items::count(&samples.slots, 0..samples.len() as u32, bounds, threads);
+    let all = layout.is_packed().then(count);
+    let rows = lay_rows(
+        all.as_ref(),
+        &samples,
+        bounds,
+        config,
+        epoch,
+        split,
+        threads,
+    );
     let round = Round {
         rows_per_microbatch: if layout == BatchLayout::RealRows {
             batch_size
@@ -223,9 +236,8 @@ pub fn plan(
             of_labels = digest.flags(label_starts.unwrap_or_default()).finish();
         }),
         Box::new(|| {
-            if layout.is_packed() {
-                after.lower_bound =
-                    pack::lower_bound_without(&samples.slots, &unused_items, bounds);
+            if let Some(all) = &all {
+                after.lower_bound = all.lower_bound_without(&unused_items, bounds);
                 before.lower_bound = after.lower_bound;
             }
         }),
@@ -282,7 +294,7 @@ impl Plan {
     }
 
     /// The rows of microbatch `batch`, counted by microstep and then by rank.
-    pub fn rows_of(&self, batch: usize) -> std::ops::Range<usize> {
+    pub fn rows_of(&self, batch: usize) -> Range<usize> {
         self.batch_offsets[batch] as usize..self.batch_offsets[batch + 1] as usize
     }
 }
@@ -383,33 +395,39 @@ fn warnings(samples: &Samples, schedule: &Schedule, round: Round, all_rows: usiz
     warnings
 }
 
-/// Rows by the settings' layout, and what they may hold.
-fn lay_rows(
-    samples: &Samples,
-    config: &Config,
-    epoch: u64,
-    split: Split,
-    threads: usize,
-) -> Result<(Rows, Bounds)> {
-    // Evaluation is the same every time.
-    let epoch = if split == Split::Eval { 0 } else { epoch };
-    let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Pack);
-    let packed = config.layout(split).is_packed();
-    let limit = match (packed, config.sample_packing_bin_size) {
+/// What the settings let a row hold.
+fn bounds(config: &Config, split: Split) -> Result<Bounds> {
+    let limit = match (
+        config.layout(split).is_packed(),
+        config.sample_packing_bin_size,
+    ) {
         (true, Some(limit)) => limit,
         (true, None) => u64::from(u32::MAX),
         (false, _) => config.batch_size(split),
     };
-    let bounds = Bounds {
+    Ok(Bounds {
         capacity: config.capacity(split)? as u32,
         limit: limit as u32,
-    };
-    if packed {
+    })
+}
+
+/// Rows of all samples, by the settings' layout. `counted` are the samples to be packed, if they are.
+fn lay_rows(
+    counted: Option<&Items<Range<u32>>>,
+    samples: &Samples,
+    bounds: Bounds,
+    config: &Config,
+    epoch: u64,
+    split: Split,
+    threads: usize,
+) -> Rows {
+    // Evaluation is the same every time.
+    let epoch = if split == Split::Eval { 0 } else { epoch };
+    let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Pack);
+    if let Some(all) = counted {
         let mix = config.balance_labels && split == Split::Train;
-        return Ok((
-            pack::pack(&samples.slots, bounds, config, mix, &mut stream, threads),
-            bounds,
-        ));
+        let slots = &samples.slots;
+        return pack::pack(slots, all, bounds, config, mix, &mut stream, threads);
     }
     let mut items: Vec<u32> = (0..samples.len() as u32).collect();
     if split == Split::Train && !config.sample_packing_sequentially {
@@ -420,6 +438,5 @@ fn lay_rows(
         capacity: u32::MAX,
         ..bounds
     };
-    let rows = pack::next_fit::pack(&samples.slots, &items, any);
-    Ok((rows, bounds))
+    pack::next_fit::pack(&samples.slots, &items, any)
 }

@@ -3,8 +3,8 @@
 //! The planner, the length of an epoch and the statistics all work on what [`Samples::retain`]
 //! returns, so they cannot disagree about a sample that is empty, over-long or without labels. Each
 //! sample that is left out is counted under its reason, with the first index and, for over-long
-//! ones, the longest length; nothing is cut unless the settings say `truncate`. O(n) time; 8 bytes
-//! for each retained sample.
+//! ones, the longest length; nothing is cut unless the settings say `truncate`. O(n) time; 4 bytes
+//! for each sample, and 4 more for each retained one where not all are.
 
 use std::ops::Range;
 
@@ -162,35 +162,60 @@ impl Policy<'_> {
         Ok(fate)
     }
 
-    /// How many of these samples are retained; the others are tallied.
-    fn count(&self, samples: Range<usize>) -> Result<Share> {
+    /// Writes the slots of those of these samples that are retained to the front of `slots`, and
+    /// tallies the others.
+    fn retain(&self, samples: Range<usize>, slots: &mut [u32], align: u64) -> Result<Share> {
+        let slot_of = |length: i64| match align {
+            1 => length as u32,
+            _ => (length.max(0) as u64).next_multiple_of(align) as u32,
+        };
         let mut share = Share::default();
         if self.inputs.label_counts.is_none() {
             // Mostly nothing is wrong, which is seen in a tenth of the time.
-            let lengths = &self.inputs.lengths[samples.clone()];
             let usual = self.min_sample_len..=self.sequence_len;
-            if lengths.iter().all(|length| usual.contains(length)) {
+            let mut all_usual = true;
+            let lengths = &self.inputs.lengths[samples.clone()];
+            for (slot, length) in slots.iter_mut().zip(lengths) {
+                all_usual &= usual.contains(length);
+                *slot = slot_of(*length);
+            }
+            if all_usual {
                 share.kept = lengths.len();
                 return Ok(share);
             }
         }
         for sample in samples {
-            let tally = match self.fate(sample)? {
-                Fate::Kept => {
-                    share.kept += 1;
-                    continue;
-                }
-                Fate::Truncated => {
-                    share.kept += 1;
-                    &mut share.truncated
-                }
+            let length = self.inputs.lengths[sample];
+            let fate = self.fate(sample)?;
+            if matches!(fate, Fate::Kept | Fate::Truncated) {
+                slots[share.kept] = slot_of(length.min(self.sequence_len));
+                share.kept += 1;
+            }
+            let tally = match fate {
+                Fate::Kept => continue,
+                Fate::Truncated => &mut share.truncated,
                 Fate::TooShort => &mut share.dropped.too_short,
                 Fate::OverLong => &mut share.dropped.over_long,
                 Fate::Unlabelled => &mut share.dropped.unlabelled,
             };
-            tally.add(sample, self.inputs.lengths[sample]);
+            tally.add(sample, length);
         }
         Ok(share)
+    }
+
+    /// The dataset indices of the retained ones among these samples, written to `index`, which has
+    /// just as many places.
+    fn name(&self, samples: Range<usize>, index: &mut [u32]) {
+        if samples.len() == index.len() {
+            for (place, sample) in index.iter_mut().zip(samples) {
+                *place = sample as u32;
+            }
+            return;
+        }
+        let kept = |&sample: &usize| matches!(self.fate(sample), Ok(Fate::Kept | Fate::Truncated));
+        for (place, sample) in index.iter_mut().zip(samples.filter(kept)) {
+            *place = sample as u32;
+        }
     }
 }
 
@@ -225,71 +250,57 @@ impl<'a> Samples<'a> {
             starts: inputs.label_starts.filter(|_| !config.mask_first_label),
         };
 
-        // Twice over the input: to count, and to write where the counts say.
         let chunk = n.div_ceil(4 * threads.max(1)).max(1);
-        let ranges = || {
-            (0..n)
-                .step_by(chunk)
-                .map(|start| start..n.min(start + chunk))
-        };
+        let mut slots = vec![0; n];
         let mut shares: Vec<Result<Share>> = Vec::new();
-        shares.resize_with(ranges().len(), || Ok(Share::default()));
+        shares.resize_with(n.div_ceil(chunk), || Ok(Share::default()));
+        let range = |part: usize| part * chunk..n.min((part + 1) * chunk);
+        let parts = slots.chunks_mut(chunk).zip(&mut shares).enumerate();
         parallel::for_each(
             threads,
-            ranges().zip(&mut shares).collect(),
-            |(range, share)| *share = policy.count(range),
+            parts.collect(),
+            |(part, (slots, share)): (usize, (&mut [u32], &mut Result<Share>))| {
+                *share = policy.retain(range(part), slots, config.align_samples_to);
+            },
         );
-        let mut samples = Samples {
-            inputs,
-            slots: Vec::new(),
-            index: None,
-            dropped: Dropped::default(),
-            truncated: Tally::default(),
-            sequence_len: policy.sequence_len,
-            mask_first_label: config.mask_first_label,
-        };
+        let (mut dropped, mut truncated) = (Dropped::default(), Tally::default());
         let mut kept = Vec::with_capacity(shares.len());
         for share in shares {
             let share = share?;
             kept.push(share.kept);
-            samples.dropped.merge(&share.dropped);
-            samples.truncated.merge(&share.truncated);
+            dropped.merge(&share.dropped);
+            truncated.merge(&share.truncated);
         }
         let all: usize = kept.iter().sum();
-        samples.slots = vec![0; all];
-        let mut index = vec![0u32; if all < n { all } else { 0 }];
-        let align = config.align_samples_to;
-        let (mut slots, mut indices) = (&mut samples.slots[..], &mut index[..]);
-        let mut parts = Vec::with_capacity(kept.len());
-        for (range, kept) in ranges().zip(kept) {
-            let (my_slots, rest) = slots.split_at_mut(kept);
-            slots = rest;
-            let (my_indices, rest) = indices.split_at_mut(kept.min(indices.len()));
-            indices = rest;
-            parts.push((range, my_slots, my_indices));
+        let mut index = None;
+        if all < n {
+            // Close the gaps that the samples left out have made, and write down who is left.
+            let mut end = 0;
+            for (part, &kept) in kept.iter().enumerate() {
+                slots.copy_within(part * chunk..part * chunk + kept, end);
+                end += kept;
+            }
+            slots.truncate(all);
+            let mut names = vec![0; all];
+            let mut rest = &mut names[..];
+            let mut parts = Vec::with_capacity(kept.len());
+            for (part, &kept) in kept.iter().enumerate() {
+                let (mine, others) = rest.split_at_mut(kept);
+                rest = others;
+                parts.push((range(part), mine));
+            }
+            parallel::for_each(threads, parts, |(range, index)| policy.name(range, index));
+            index = Some(names);
         }
-        parallel::for_each(threads, parts, |(range, slots, indices)| {
-            let slot_of = |length: i64| match align {
-                1 => length.min(policy.sequence_len) as u32,
-                _ => (length.min(policy.sequence_len) as u64).next_multiple_of(align) as u32,
-            };
-            let kept =
-                |&sample: &usize| matches!(policy.fate(sample), Ok(Fate::Kept | Fate::Truncated));
-            if range.len() == slots.len() {
-                for (slot, &length) in slots.iter_mut().zip(&inputs.lengths[range.clone()]) {
-                    *slot = slot_of(length);
-                }
-            } else {
-                for (slot, sample) in slots.iter_mut().zip(range.clone().filter(kept)) {
-                    *slot = slot_of(inputs.lengths[sample]);
-                }
-            }
-            for (index, sample) in indices.iter_mut().zip(range.filter(kept)) {
-                *index = sample as u32;
-            }
-        });
-        samples.index = (all < n).then_some(index);
-        Ok(samples)
+        Ok(Samples {
+            inputs,
+            slots,
+            index,
+            dropped,
+            truncated,
+            sequence_len: policy.sequence_len,
+            mask_first_label: config.mask_first_label,
+        })
     }
 
     /// How many samples are retained.

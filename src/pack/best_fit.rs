@@ -28,6 +28,7 @@
 
 use std::collections::BTreeMap;
 
+use super::items::{Items, Order};
 use super::patterns::{Part, Patterns};
 use super::{Bounds, Histogram, Rows, even_fill};
 use crate::order::Stream;
@@ -45,9 +46,18 @@ pub fn pack(
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let counted = Histogram::of_items(slots, order.clone(), bounds, threads);
-    let histogram = &counted.0;
-    fit_within_limit(histogram, bounds).deal(slots, order, &counted, stream, threads)
+    let items = Items::count(slots, order, bounds, threads);
+    pack_items(&items, bounds, stream, threads)
+}
+
+/// Packs items that are already counted.
+pub(super) fn pack_items(
+    items: &Items<impl Order>,
+    bounds: Bounds,
+    stream: &mut Stream,
+    threads: usize,
+) -> Rows {
+    fit_within_limit(&items.histogram, bounds).deal(items, stream, threads)
 }
 
 /// The rows of best fit, or of even fill where a limit of items makes these fewer.

@@ -32,28 +32,9 @@ impl Histogram {
         Histogram::by_pieces(sizes, 1).0
     }
 
-    /// Counts the items of `order`, each of `slots[item]` tokens, as [`Self::by_pieces`] does. Panics
-    /// unless every item fits into an empty row.
-    pub(super) fn of_items(
-        slots: &[u32],
-        order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
-        bounds: super::Bounds,
-        threads: usize,
-    ) -> (Histogram, Vec<Vec<u32>>) {
-        let sizes = order.map(|item| slots[item as usize]);
-        let (histogram, pieces) = Histogram::by_pieces(sizes, threads);
-        for size in [histogram.sizes.first(), histogram.sizes.last()]
-            .into_iter()
-            .flatten()
-        {
-            bounds.checked(*size);
-        }
-        (histogram, pieces)
-    }
-
     /// Counts the sizes in pieces, at most one for each thread, and returns beside the whole what
     /// each piece has of each class.
-    fn by_pieces(
+    pub(super) fn by_pieces(
         sizes: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
         threads: usize,
     ) -> (Histogram, Vec<Vec<u32>>) {
@@ -102,15 +83,6 @@ impl Histogram {
         histogram
     }
 
-    /// Counts these sizes, which must be there, no longer.
-    pub(super) fn remove(&mut self, sizes: impl Iterator<Item = u32>) {
-        let class_of = self.lookup();
-        let classes: Vec<u32> = sizes.map(class_of).collect();
-        for class in classes {
-            self.counts[class as usize] -= 1;
-        }
-    }
-
     /// Distinct sizes.
     pub fn len(&self) -> usize {
         self.sizes.len()
@@ -121,23 +93,34 @@ impl Histogram {
         self.sizes.is_empty()
     }
 
-    /// From a size to the number of the largest class that is not above it: of the class itself
-    /// where there is one. The number of classes where all are above it.
-    pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 + Send + Sync {
+    /// For each size up to the largest, the number of the largest class that is not above it: of
+    /// the class itself where there is one, the number of classes where all are above it. None
+    /// where sizes are too sparse for a table.
+    pub(super) fn table(&self) -> Option<Vec<u32>> {
         let items: usize = self.counts.iter().map(|&count| count as usize).sum();
-        let largest = self.sizes.first().copied().unwrap_or(0);
-        let table = (largest as usize <= table_bound(items)).then(|| {
-            let mut table = vec![self.len() as u32; largest as usize + 1];
-            let mut above = largest as usize + 1;
+        let largest = self.sizes.first().copied().unwrap_or(0) as usize;
+        (largest <= table_bound(items)).then(|| {
+            let mut table = vec![self.len() as u32; largest + 1];
+            let mut above = largest + 1;
             for (class, &size) in self.sizes.iter().enumerate() {
                 table[size as usize..above].fill(class as u32);
                 above = size as usize;
             }
             table
-        });
+        })
+    }
+
+    /// From a size to the number of the largest class that is not above it, as in [`Self::table`].
+    pub(super) fn lookup(&self) -> impl Fn(u32) -> u32 + Send + Sync + use<> {
+        let table = self.table();
+        let largest = self.sizes.first().copied().unwrap_or(0);
+        let sizes = match table {
+            Some(_) => Vec::new(),
+            None => self.sizes.clone(),
+        };
         move |size| match &table {
             Some(table) => table[size.min(largest) as usize],
-            None => self.sizes.partition_point(|&other| other > size) as u32,
+            None => sizes.partition_point(|&other| other > size) as u32,
         }
     }
 
@@ -180,8 +163,7 @@ fn table_bound(items: usize) -> usize {
 /// How many there are of each size, up to the largest; none if one is above `bound`.
 fn tally(sizes: impl Iterator<Item = u32>, bound: usize) -> Option<Vec<u32>> {
     let mut table = vec![0u32; bound.min(1 << 12) + 1];
-    for size in sizes {
-        let size = size as usize;
+    let counted = sizes.map(|size| size as usize).try_for_each(|size| {
         if size >= table.len() {
             if size > bound {
                 return None;
@@ -189,6 +171,7 @@ fn tally(sizes: impl Iterator<Item = u32>, bound: usize) -> Option<Vec<u32>> {
             table.resize(bound.min(2 * size) + 1, 0);
         }
         table[size] += 1;
-    }
-    Some(table)
+        Some(())
+    });
+    counted.map(|()| table)
 }

@@ -14,32 +14,25 @@
 //!
 //! O(distinct lengths × tries) on the histogram, then O(n) to deal the items.
 
+use super::items::{Items, Order};
 use super::tight::{self, Filling};
-use super::{Bounds, Histogram, Rows, best_fit};
+use super::{Bounds, Rows, best_fit};
 use crate::order::Stream;
 
-/// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
-/// shuffled.
-///
-/// # Panics
-///
-/// As for [`best_fit::pack`].
-pub fn pack(
-    slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
+/// Packs counted items; rows and the items of equal size are shuffled.
+pub(super) fn pack_items(
+    items: &Items<impl Order>,
     bounds: Bounds,
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let counted = Histogram::of_items(slots, order.clone(), bounds, threads);
-    let histogram = &counted.0;
-    let best = best_fit::fit_within_limit(histogram, bounds);
-    let mut tries = tight::tries_for(order.len());
-    let mixed = Filling::new(histogram, bounds, stream, &mut tries).fill(0, 1);
+    let best = best_fit::fit_within_limit(&items.histogram, bounds);
+    let mut tries = tight::tries_for(items.len());
+    let mixed = Filling::new(&items.histogram, bounds, stream, &mut tries).fill(0, 1);
     let patterns = if mixed.total() <= best.total() {
         mixed
     } else {
         best
     };
-    patterns.deal(slots, order, &counted, stream, threads)
+    patterns.deal(items, stream, threads)
 }

@@ -16,13 +16,15 @@ pub mod best_fit;
 mod even_fill;
 pub mod first_fit;
 mod histogram;
-pub mod mixed;
+mod items;
+mod mixed;
 pub mod next_fit;
 mod patterns;
 mod stock;
 pub mod tight;
 
 pub use histogram::Histogram;
+pub(crate) use items::Items;
 
 use std::ops::Range;
 
@@ -129,46 +131,48 @@ impl Bounds {
     }
 }
 
-/// Packs items of `slots[i]` tokens by the algorithm of the settings. Every slot is from 1 to the
-/// capacity.
+/// Packs the samples `all`, of `slots[i]` tokens each, by the algorithm of the settings. Every slot
+/// is from 1 to the capacity.
 ///
 /// The rows come in a random order, except for sequential packing, where items and rows keep
 /// theirs.
 pub(crate) fn pack(
     slots: &[u32],
+    all: &Items<Range<u32>>,
     bounds: Bounds,
     config: &Config,
     mix: bool,
     stream: &mut Stream,
     threads: usize,
 ) -> Rows {
-    let items = 0..slots.len() as u32;
     let mut tries = tight::tries_for(slots.len());
     let group = config.sample_packing_group_size.unwrap_or(u64::MAX) as usize;
     match config.sample_packing_algorithm {
         _ if config.sample_packing_sequentially => {
-            return next_fit::pack(slots, &items.collect::<Vec<u32>>(), bounds);
+            let order: Vec<u32> = (0..slots.len() as u32).collect();
+            return next_fit::pack(slots, &order, bounds);
         }
         // These deal the items of each length at random; in one group that is shuffling enough.
         Algorithm::BestFitDecreasing if mix && group >= slots.len() => {
-            return mixed::pack(slots, items, bounds, stream, threads);
+            return mixed::pack_items(all, bounds, stream, threads);
         }
         Algorithm::BestFitDecreasing if group >= slots.len() => {
-            return best_fit::pack(slots, items, bounds, stream, threads);
+            return best_fit::pack_items(all, bounds, stream, threads);
         }
         Algorithm::Tight if group >= slots.len() => {
-            return tight::pack(slots, items, bounds, stream, threads, &mut tries);
+            return tight::pack_items(all, bounds, stream, threads, &mut tries);
         }
         _ => {}
     }
-    let mut order: Vec<u32> = items.collect();
+    let mut order: Vec<u32> = (0..slots.len() as u32).collect();
     stream.shuffle(&mut order);
     let mut rows = Rows::new();
     for chunk in order.chunks(group.min(order.len()).max(1)) {
         let items = chunk.iter().copied();
         let packed = match config.sample_packing_algorithm {
             Algorithm::BestFitDecreasing if mix => {
-                mixed::pack(slots, items, bounds, stream, threads)
+                let items = Items::count(slots, items, bounds, threads);
+                mixed::pack_items(&items, bounds, stream, threads)
             }
             Algorithm::BestFitDecreasing => best_fit::pack(slots, items, bounds, stream, threads),
             Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads, &mut tries),
@@ -195,12 +199,5 @@ pub(crate) fn pack(
 ///
 /// O(n + longest), or O(n log n) for sparse sizes; exact integers.
 pub fn lower_bound(slots: &[u32], bounds: Bounds) -> u64 {
-    lower_bound_without(slots, &[], bounds)
-}
-
-/// The bound of all items but these.
-pub(crate) fn lower_bound_without(slots: &[u32], unused: &[u32], bounds: Bounds) -> u64 {
-    let mut histogram = Histogram::of(slots.iter().copied());
-    histogram.remove(unused.iter().map(|&item| slots[item as usize]));
-    histogram.lower_bound(bounds)
+    Histogram::of(slots.iter().copied()).lower_bound(bounds)
 }

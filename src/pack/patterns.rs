@@ -5,9 +5,13 @@
 //! order, go to the rows in streams, with one read position per size. Who shares a row with whom is
 //! therefore as random as the sizes allow, and another in each epoch. O(items).
 
+use super::items::{Items, Order, Shuffled};
 use super::{Histogram, Rows};
 use crate::order::Stream;
 use crate::parallel;
+
+/// Items that are copied at once.
+const COPY: usize = 8;
 
 /// So many items of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,69 +59,47 @@ impl Patterns {
         &self.parts[start as usize..self.ends[number] as usize]
     }
 
-    /// Fills the recipes with the items of `order`, of which `histogram` is the count, by pieces. Rows, and
-    /// the items of equal size, come in a random order.
-    pub fn deal(
-        &self,
-        slots: &[u32],
-        order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
-        (histogram, pieces): &(Histogram, Vec<Vec<u32>>),
-        stream: &mut Stream,
-        threads: usize,
-    ) -> Rows {
-        let sorted = sort_by_class(slots, order, histogram, pieces, threads);
-        let (items, starts, spare) = shuffle_classes(sorted, stream, threads);
-
-        let mut recipe_of_row = Vec::with_capacity(self.total() as usize);
-        for (number, &rows) in self.rows.iter().enumerate() {
-            recipe_of_row.extend(std::iter::repeat_n(number as u32, rows as usize));
-        }
-        stream.shuffle(&mut recipe_of_row);
-
-        // Items and tokens of a row of each recipe.
-        let sums: Vec<(u32, u32)> = (0..self.rows.len())
-            .map(|number| {
-                self.parts(number)
-                    .iter()
-                    .fold((0, 0), |(items, tokens), part| {
-                        let size = histogram.sizes[part.class as usize];
-                        (items + part.times, tokens + part.times * size)
-                    })
-            })
-            .collect();
+    /// Fills the recipes with items that have just their sizes. Rows, and the items of equal size,
+    /// come in a random order.
+    pub fn deal(&self, items: &Items<impl Order>, stream: &mut Stream, threads: usize) -> Rows {
+        let family = stream.family();
+        let (mut recipe_of_row, mut offsets, mut tokens) = Default::default();
+        let dealt = items.sort(threads).shuffle(
+            family,
+            || {
+                recipe_of_row = self.recipe_of_row(stream);
+                (offsets, tokens) = self.borders(&recipe_of_row, &items.histogram);
+            },
+            threads,
+        );
+        let Shuffled {
+            items,
+            starts,
+            spare,
+        } = dealt;
         let mut rows = Rows {
             items: spare,
-            offsets: Vec::with_capacity(recipe_of_row.len() + 1),
-            tokens: Vec::with_capacity(recipe_of_row.len()),
+            offsets,
+            tokens,
         };
-        rows.offsets.push(0);
-        let mut end = 0;
-        for &number in &recipe_of_row {
-            let (items, tokens) = sums[number as usize];
-            end += items;
-            rows.offsets.push(end);
-            rows.tokens.push(tokens);
-        }
 
         // Each part of the rows needs to know where in each class the parts before it have got to:
         // a table of the classes, which must not outgrow the items.
         let mut next = starts;
         let most = (items.len() / next.len()).max(1);
-        let chunk = chunk_len(recipe_of_row.len(), threads).max(recipe_of_row.len().div_ceil(most));
+        let chunk = parallel::chunk_len(recipe_of_row.len(), threads)
+            .max(recipe_of_row.len().div_ceil(most))
+            .max(1);
         let mut parts = Vec::new();
-        let mut rest = &mut rows.items[..];
-        for recipes in recipe_of_row.chunks(chunk.max(1)) {
-            let taken: u32 = recipes.iter().map(|&number| sums[number as usize].0).sum();
-            let (mine, others) = rest.split_at_mut(taken as usize);
+        let (mut rest, mut first) = (&mut rows.items[..], 0);
+        for recipes in recipe_of_row.chunks(chunk) {
+            let end = rows.offsets[first + recipes.len()];
+            let (mine, others) = rest.split_at_mut((end - rows.offsets[first]) as usize);
             rest = others;
+            first += recipes.len();
             parts.push((recipes, mine, next.clone()));
             if !rest.is_empty() {
-                for part in recipes
-                    .iter()
-                    .flat_map(|&number| self.parts(number as usize))
-                {
-                    next[part.class as usize] += part.times;
-                }
+                self.pass(recipes, &mut next);
             }
         }
         parallel::for_each(threads, parts, |(recipes, places, mut next)| {
@@ -126,136 +108,65 @@ impl Patterns {
                 .iter()
                 .flat_map(|&number| self.parts(number as usize))
             {
-                let at = &mut next[part.class as usize];
-                // One item at a time: parts are of one or two, for which a copy of a slice costs
-                // more.
-                for _ in 0..part.times {
-                    places[to] = items[*at as usize];
-                    *at += 1;
-                    to += 1;
+                let at = next[part.class as usize] as usize;
+                let times = part.times as usize;
+                next[part.class as usize] += part.times;
+                // Nearly all parts are short. A copy of always as many costs less than a jump that
+                // nobody can predict; what is too much is written over by the next part.
+                match (items.get(at..at + COPY), places.get_mut(to..to + COPY)) {
+                    (Some(from), Some(places)) if times <= COPY => places.copy_from_slice(from),
+                    _ => places[to..to + times].copy_from_slice(&items[at..at + times]),
                 }
+                to += times;
             }
         });
         rows
     }
-}
 
-/// Items sorted by class, the largest sizes first, inside each of some pieces.
-struct Pieces {
-    /// The pieces, one after the other.
-    items: Vec<u32>,
-    /// Items of a piece; the last one may have fewer.
-    len: usize,
-    /// For each piece, where each class begins in it; one more entry than classes.
-    starts: Vec<Vec<u32>>,
-}
-
-impl Pieces {
-    /// The items of a class in a piece.
-    fn class(&self, piece: usize, class: usize) -> &[u32] {
-        let starts = &self.starts[piece];
-        let first = piece * self.len;
-        &self.items[first + starts[class] as usize..first + starts[class + 1] as usize]
+    /// The recipe of each row, in random order.
+    fn recipe_of_row(&self, stream: &mut Stream) -> Vec<u32> {
+        let mut recipes = Vec::with_capacity(self.total() as usize);
+        for (number, &rows) in self.rows.iter().enumerate() {
+            recipes.extend(std::iter::repeat_n(number as u32, rows as usize));
+        }
+        stream.shuffle(&mut recipes);
+        recipes
     }
-}
 
-/// A counting sort of each piece, of which the counts are known. Items of a class keep their order.
-fn sort_by_class(
-    slots: &[u32],
-    order: impl ExactSizeIterator<Item = u32> + Clone + Send + Sync,
-    histogram: &Histogram,
-    counts: &[Vec<u32>],
-    threads: usize,
-) -> Pieces {
-    let class_of = histogram.lookup();
-    let mut pieces = Pieces {
-        items: vec![0; order.len()],
-        len: order.len().div_ceil(counts.len()).max(1),
-        starts: counts.iter().map(|counts| sums_before(counts)).collect(),
-    };
-    let places = pieces.items.chunks_mut(pieces.len);
-    let parts = places.zip(&pieces.starts).enumerate().collect();
-    parallel::for_each(
-        threads,
-        parts,
-        |(piece, (places, starts)): (usize, (&mut [u32], _))| {
-            let mut next: Vec<u32> = Vec::clone(starts);
-            for item in order.clone().skip(piece * pieces.len).take(pieces.len) {
-                let at = &mut next[class_of(slots[item as usize]) as usize];
-                places[*at as usize] = item;
-                *at += 1;
+    /// Where rows of these recipes begin and end, and how many tokens they hold.
+    fn borders(&self, recipe_of_row: &[u32], histogram: &Histogram) -> (Vec<u32>, Vec<u32>) {
+        let of_recipe = |number: usize| {
+            self.parts(number)
+                .iter()
+                .fold((0, 0), |(items, tokens), part| {
+                    let size = histogram.sizes[part.class as usize];
+                    (items + part.times, tokens + part.times * size)
+                })
+        };
+        let sums: Vec<(u32, u32)> = (0..self.rows.len()).map(of_recipe).collect();
+        let mut offsets = vec![0; recipe_of_row.len() + 1];
+        let mut row_tokens = vec![0; recipe_of_row.len()];
+        let mut end = 0;
+        let places = offsets[1..].iter_mut().zip(&mut row_tokens);
+        for (&number, (offset, row_tokens)) in recipe_of_row.iter().zip(places) {
+            let (items, tokens) = sums[number as usize];
+            end += items;
+            *offset = end;
+            *row_tokens = tokens;
+        }
+        (offsets, row_tokens)
+    }
+
+    /// Moves the read position of each class on by what rows of these recipes take.
+    fn pass(&self, recipe_of_row: &[u32], next: &mut [u32]) {
+        let mut rows = vec![0; self.rows.len()];
+        for &number in recipe_of_row {
+            rows[number as usize] += 1;
+        }
+        for (number, rows) in rows.into_iter().enumerate() {
+            for part in self.parts(number) {
+                next[part.class as usize] += part.times * rows;
             }
-        },
-    );
-    pieces
-}
-
-/// 0 and the running sums: for 2, 3 these are 0, 2, 5.
-fn sums_before(counts: &[u32]) -> Vec<u32> {
-    let mut sums = Vec::with_capacity(counts.len() + 1);
-    sums.push(0);
-    for &count in counts {
-        sums.push(sums[sums.len() - 1] + count);
-    }
-    sums
-}
-
-/// Joins the pieces and shuffles the items of each class. Every class has a random stream of its own,
-/// so that it does not matter which thread shuffles it.
-///
-/// Returns the items by class, where each class begins, and memory for as many items: fresh memory
-/// costs as much as what is written to it here.
-fn shuffle_classes(
-    mut pieces: Pieces,
-    stream: &mut Stream,
-    threads: usize,
-) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
-    let family = stream.family();
-    let mut starts = vec![0u32; pieces.starts[0].len()];
-    for of_piece in &pieces.starts {
-        for (start, of_piece) in starts.iter_mut().zip(of_piece) {
-            *start += of_piece;
         }
     }
-    let classes = starts.len() - 1;
-    let joined = pieces.starts.len() == 1;
-    let mut items = vec![0; pieces.items.len()];
-    if joined {
-        std::mem::swap(&mut items, &mut pieces.items);
-    }
-    // Parts of about as many items; the short sizes have most of them.
-    let chunk = chunk_len(items.len(), threads) as u32;
-    let mut parts = Vec::new();
-    let (mut rest, mut first) = (&mut items[..], 0);
-    for end in 1..=classes {
-        if starts[end] - starts[first] >= chunk || end == classes {
-            let (mine, others) = rest.split_at_mut((starts[end] - starts[first]) as usize);
-            rest = others;
-            parts.push((first..end, mine));
-            first = end;
-        }
-    }
-    parallel::for_each(threads, parts, |(classes, mut rest)| {
-        for class in classes {
-            let len = (starts[class + 1] - starts[class]) as usize;
-            let (mine, others) = rest.split_at_mut(len);
-            rest = others;
-            if !joined {
-                let mut to = 0;
-                for piece in 0..pieces.starts.len() {
-                    let from = pieces.class(piece, class);
-                    mine[to..to + from.len()].copy_from_slice(from);
-                    to += from.len();
-                }
-            }
-            family.stream(class as u64).shuffle(mine);
-        }
-    });
-    (items, starts, pieces.items)
-}
-
-/// How much of `len` goes to one part of the work: a few parts for each thread, so that none waits
-/// long for the last.
-fn chunk_len(len: usize, threads: usize) -> usize {
-    len.div_ceil(4 * threads.max(1)).max(1)
 }

@@ -39,6 +39,7 @@
 //! rows that are hard to fill, not on n. The tries are counted and bounded, in all by
 //! `FIXED_TRIES` + `TRIES_PER_ITEM` × n, a few seconds for ten million samples.
 
+use super::items::{Items, Order};
 use super::patterns::{Part, Patterns};
 use super::stock::Stock;
 use super::{Bounds, Histogram, Rows, best_fit};
@@ -77,9 +78,19 @@ pub fn pack(
     threads: usize,
     tries: &mut u64,
 ) -> Rows {
-    let counted = Histogram::of_items(slots, order.clone(), bounds, threads);
-    let histogram = &counted.0;
-    fit(histogram, bounds, stream, tries).deal(slots, order, &counted, stream, threads)
+    let items = Items::count(slots, order, bounds, threads);
+    pack_items(&items, bounds, stream, threads, tries)
+}
+
+/// Packs items that are already counted.
+pub(super) fn pack_items(
+    items: &Items<impl Order>,
+    bounds: Bounds,
+    stream: &mut Stream,
+    threads: usize,
+    tries: &mut u64,
+) -> Rows {
+    fit(&items.histogram, bounds, stream, tries).deal(items, stream, threads)
 }
 
 /// How many tries so many items are worth.
