@@ -267,3 +267,13 @@ def test_the_examples_in_the_docstrings_hold(module: str) -> None:
 
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_settings_given_by_position_are_refused() -> None:
+    for given in ({"sequence_len": 8}, Config(sequence_len=8), 8):
+        with pytest.raises(TypeError) as caught:
+            Config(given)  # type: ignore[call-arg]
+        assert str(caught.value) == (
+            "settings are given by name, as in Config(sequence_len=4096), not by position: "
+            f"{given!r}"
+        )

@@ -677,6 +677,14 @@ def test_a_planners_warning_is_given_once() -> None:
     ]
 
 
+def test_a_planners_warning_points_at_the_users_line() -> None:
+    keys = {"sequence_len": 8, "excess_length_strategy": "truncate"}
+    for use in (MultipackBatchSampler, multipack.plan):
+        with pytest.warns(UserWarning, match="of 3 samples 1 cut to sequence_len 8") as caught:
+            use([3, 9, 4], **keys)
+        assert [__file__] == [warning.filename for warning in caught]
+
+
 def test_what_cannot_be_planned_fails_at_once() -> None:
     with pytest.raises(ValueError, match="1 complete microbatches for 2 ranks"):
         sampler([8], world_size=2, rank=0)

@@ -119,7 +119,6 @@ def test_random_plans_keep_their_promises(seeded: np.random.Generator) -> None:
     [
         ([3, 5, 2, 6, 9, 4, 1, 7], COUNTS, "lengths"),
         (LENGTHS, [2, 1, 1, 5, 3, 0, 1, 5], "labels"),
-        (LENGTHS, None, "labels"),
     ],
 )
 def test_a_plan_of_other_samples_is_refused(lengths: Any, counts: Any, what: str) -> None:
@@ -127,6 +126,19 @@ def test_a_plan_of_other_samples_is_refused(lengths: Any, counts: Any, what: str
 
     with pytest.raises(ValueError, match=f"the {what} are not those that the plan was made from"):
         made.verify(lengths, counts)
+
+
+def test_labels_are_given_to_check_a_plan_if_it_was_made_with_them() -> None:
+    with_labels, without = planned(), plan(LENGTHS, sequence_len=16)
+
+    with pytest.raises(ValueError) as caught:
+        with_labels.verify(LENGTHS)
+    assert str(caught.value) == "the plan was made with label counts: give them, to check it"
+    with pytest.raises(ValueError) as caught:
+        without.verify(LENGTHS, COUNTS)
+    assert (
+        str(caught.value) == "the plan was made without label counts: leave them out, to check it"
+    )
 
 
 # The rows are [3, 5], [2, 6], [1], [8], and samples 4 and 5 are left out; in order, for two ranks.

@@ -1,18 +1,12 @@
-"""Whether a collator lays out what was planned.
-
-The planner decides which samples share a row by their lengths, and counts the labels that enter the
-loss; the collator cuts, aligns and masks. Where their settings differ, rows overflow, or the counts
-are of other labels than those that are trained on. Padding may differ: no plan depends on it.
-"""
+"""Whether a collator lays out what is planned, asked before the first batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from multipack._config import Config, Split, layout
+from multipack._config import Config, Split
+from multipack._microbatch import Terms
 from multipack.collate import Collator
-
-_COLLATED_KEYS = ("excess_length_strategy", "align_samples_to", "mask_first_label")
 
 
 def check_agreement(planner: str, config: Config, split: Split, collator: Any) -> None:
@@ -29,15 +23,9 @@ def check_agreement(planner: str, config: Config, split: Split, collator: Any) -
     """
     if not isinstance(collator, Collator):
         return
-    theirs = collator.config
-    pairs: dict[str, tuple[Any, Any]] = {"split": (split, collator.split)}
-    pairs |= {key: (getattr(config, key), getattr(theirs, key)) for key in _COLLATED_KEYS}
-    pairs["layout"] = (layout(config, split), layout(theirs, split))
-    if theirs.sequence_len is not None or config.excess_length_strategy == "truncate":
-        pairs["sequence_len"] = (config.sequence_len, theirs.sequence_len)
-    for key, (ours, other) in pairs.items():
-        if ours != other:
-            raise ValueError(
-                f"{key} is {ours!r} for {planner}, but {other!r} for the collator: give both the "
-                f"same {'split' if key == 'split' else 'config'}"
-            )
+    if split != collator.split:
+        raise ValueError(
+            f"split is {split!r} for {planner}, but {collator.split!r} for the collator: give both "
+            "the same split"
+        )
+    Terms.of(config, split).check(planner, Terms.of(collator.config, split))

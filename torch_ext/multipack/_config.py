@@ -106,8 +106,13 @@ class Config:
     data_seed: int | None = None
     """The seed of planning; None: `seed`."""
 
-    def __new__(cls, **keys: object) -> Config:
+    def __new__(cls, *positional: object, **keys: object) -> Config:
         # The signature that dataclass makes would refuse an unknown key without naming the nearest.
+        if positional:
+            raise TypeError(
+                f"settings are given by name, as in Config(sequence_len=4096), not by position: "
+                f"{positional[0]!r}"
+            )
         _resolve(keys)
         return super().__new__(cls)
 

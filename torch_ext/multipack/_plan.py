@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import json
 import threading
@@ -18,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,11 +29,17 @@ from multipack import ops
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, token_tensor
 from multipack._config import Config, Split, checked_split, make_config, refuse_config
 from multipack._stats import Stats
-from multipack._verify import check_equality, check_inputs, check_promises
+from multipack._verify import (
+    check_equality,
+    check_inputs,
+    check_promises,
+    check_what_is_given,
+)
 
 _FORMAT = 1
 # From so many samples on, planning can take seconds, and Ctrl-C is to be heard meanwhile.
 _LONG = 1_000_000
+_PACKAGE = str(Path(__file__).parent)
 _TENSORS = ("index", "row_offsets", "batch_offsets")
 
 
@@ -48,7 +56,7 @@ class Repeat(int):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The schedule of one epoch over all ranks.
+    """The schedule of one epoch over all ranks; plans are equal that agree in everything.
 
     For two ranks, one row in a microbatch and the rows [0, 3] and [2, 1], the tensors are
     index [0, 3, 2, 1], row_offsets [0, 2, 4] and batch_offsets [0, 1, 2]; ``plan[0, 0]`` is
@@ -105,6 +113,18 @@ class Plan:
             flat[real:] = map(Repeat, flat[real:])
         return [flat[start:end] for start, end in itertools.pairwise(borders)]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (
+            self.report == other.report
+            and self.config == other.config
+            and all(getattr(self, name).equal(getattr(other, name)) for name in _TENSORS)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         return (
             f"Plan({self.report['layout']}, {len(self)} microbatches on each of "
@@ -146,6 +166,7 @@ class Plan:
         tokens = int64_tensor("lengths", lengths)
         counts = None if label_counts is None else int64_tensor("label_counts", label_counts)
         starts = None if label_starts is None else bool_tensor("label_starts", label_starts)
+        check_what_is_given(self, counts, starts)
         split, epoch = self.report["split"], self.report["epoch"]
         fresh = plan_tensors(tokens, counts, starts, self.config, epoch, split)
         check_inputs(self, fresh)
@@ -190,7 +211,10 @@ def load_plan(path: str | PathLike[str]) -> Plan:
             text = archive["header"].tobytes()
             checksum = archive["checksum"].tobytes()
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a saved plan, or is cut short: {error}") from error
+        # What NumPy says of such files is about pickles and archives, which nobody asked about.
+        raise ValueError(
+            f"{path} is not a saved plan, or only a part of one: make it with Plan.save"
+        ) from error
     if checksum != _checksum(text, arrays):
         raise ValueError(f"{path} is damaged: its checksum is not that of its contents; plan anew")
     header = json.loads(text)
@@ -254,7 +278,7 @@ def plan(
         integer("epoch", epoch),
         checked_split(split),
     )
-    warn_of(made, stacklevel=3)
+    warn_of(made)
     return made
 
 
@@ -301,10 +325,21 @@ def _interruptible(work: Callable[[], _T]) -> _T:
     return outcome.result()
 
 
-def warn_of(plan: Plan, stacklevel: int) -> None:
-    """Warn of what the planner found odd; `stacklevel` as for `warnings.warn`."""
+def warn_of(plan: Plan, told: set[str] | None = None) -> None:
+    """Warn of what the planner found odd, at the line that called this package.
+
+    Args:
+        plan (Plan): What the planner made.
+        told (set[str]): What was warned of before, which is not said again; it is added to.
+    """
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    told = set() if told is None else told
     for text in plan.report["warnings"]:
-        warnings.warn(text, stacklevel=stacklevel)
+        if text not in told:
+            told.add(text)
+            warnings.warn(text, stacklevel=level)
 
 
 def label_counts(

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from multipack._config import Config, Split, batch_size, capacity, layout
 
 if TYPE_CHECKING:
+    import torch
+
     from multipack._plan import Plan
 
 _Array = npt.NDArray[np.int64]
@@ -40,6 +42,24 @@ def check_promises(plan: Plan, lengths: _Array, label_counts: _Array | None) -> 
         )
     _check_samples(plan, index, lengths, label_counts)
     _check_rows(plan.config, plan.report["split"], index, rows, batches, lengths)
+
+
+def check_what_is_given(
+    plan: Plan, label_counts: torch.Tensor | None, label_starts: torch.Tensor | None
+) -> None:
+    """Check that labels are given if and only if the plan was made with some.
+
+    Raises:
+        ValueError: If they are missing, or are too many.
+    """
+    had, given = (
+        plan.report["inputs"]["labels"] is not None,
+        label_counts is not None or label_starts is not None,
+    )
+    if had and not given:
+        raise ValueError("the plan was made with label counts: give them, to check it")
+    if given and not had:
+        raise ValueError("the plan was made without label counts: leave them out, to check it")
 
 
 def check_inputs(plan: Plan, fresh: Plan) -> None:

@@ -22,6 +22,7 @@ from multipack._arrays import integer
 from multipack._config import Config, Split, capacity, checked_split, layout, make_config
 from multipack._flex import flex_block_mask
 from multipack._for_model import choose
+from multipack._microbatch import Microbatch, Terms
 from multipack._samples import Sample, Samples, offsets_of
 from multipack._transport import sendable
 
@@ -275,8 +276,8 @@ class Collator:
                 for each sample among it.
             ValueError: If there are no samples, a row is empty, keys of a sample differ in length,
                 only some samples have a key, a sample holds padding or a key that the collator
-                makes, one is longer than `sequence_len` and not to be truncated, or there are more
-                segments than `max_segments`.
+                makes, one is longer than `sequence_len` and not to be truncated, there are more
+                segments than `max_segments`, or the sampler's settings are not the collator's.
         """
         items, row_offsets = join_rows(batch, self.config, self.split)
         samples = Samples(items)
@@ -313,10 +314,13 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
 
     Raises:
         TypeError: If items and lists of items are mixed.
-        ValueError: If there are no items, or items without rows in the layout of real rows.
+        ValueError: If there are no items, or items without rows in the layout of real rows; if the
+            microbatch was planned with settings that do not go with these.
     """
     if len(batch) == 0:
         raise ValueError("the microbatch is empty, but a batch has at least one sample")
+    if isinstance(batch, Microbatch):
+        batch.terms.check("the sampler", Terms.of(config, split))
     kind = layout(config, split)
     in_rows = [isinstance(row, list | tuple) for row in batch]
     if all(in_rows):

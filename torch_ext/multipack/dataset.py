@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 
 from multipack._arrays import Integers, int64_tensor, token_tensor, value_tensor
 from multipack._config import Config
+from multipack._microbatch import Microbatch
 from multipack._plan import Repeat, count_labels
 from multipack._samples import PAIR
 from multipack._transport import sendable
@@ -76,7 +77,8 @@ class RowDataset(Dataset[Any]):
             samples = _with_repeats_masked(flat, list(samples))
         following = iter(samples)
         filled = [[next(following) for _ in row] for row in rows]
-        return filled if in_rows else filled[0]
+        items = filled if in_rows else filled[0]
+        return Microbatch(items, batch.terms) if isinstance(batch, Microbatch) else items
 
 
 class PackedDataset(Dataset[dict[str, Any]]):

@@ -31,6 +31,7 @@ from multipack._config import (
     make_config,
     refuse_config,
 )
+from multipack._microbatch import Microbatch, Terms
 from multipack._plan import Plan, Repeat, plan_tensors, warn_of
 from multipack._processes import warn_if_alone
 from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
@@ -65,6 +66,7 @@ class _Batches(Iterator[Batch]):
 
     def __init__(self, sampler: MultipackBatchSampler) -> None:
         self._sampler = sampler
+        self._terms = Terms.of(sampler.config, sampler.split)
         self._begin()
 
     def _begin(self) -> None:
@@ -85,7 +87,8 @@ class _Batches(Iterator[Batch]):
             raise StopIteration
         rows = sampler._rows(self._plan, number)
         current.yielded += 1
-        return rows[0] if sampler._layout in ("padded", "flattened") else rows
+        fixed = sampler._layout in ("padded", "flattened")
+        return Microbatch(rows[0] if fixed else rows, self._terms)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._sampler._state(self._pass, self._pass.yielded)
@@ -105,7 +108,8 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     A packed microbatch is a list of rows, each a list of samples; in the layouts with a fixed
     number of samples it is a list of samples. ``len(batch) == sampler.batch_size`` either way,
-    unless `incomplete_batches: split` has split a microbatch of a fixed number of samples.
+    unless `incomplete_batches: split` has split a microbatch of a fixed number of samples. The
+    list also carries what of the settings matters to a collator, which refuses to be another's.
 
     `len()` is the number of microbatches that a pass of the current epoch yields. It is exact
     because it is read off the epoch's plan, which is made once, when it is first needed. On
@@ -189,6 +193,8 @@ class MultipackBatchSampler(Sampler[Batch]):
         # Of every epoch that was planned: the microbatches of each rank, and the plan's digest.
         self._counts: dict[int, int] = {}
         self._digests: dict[int, str] = {}
+        # The planner's warnings that were given.
+        self._told: set[str] = set()
         self._epoch = 0
         self._start = 0
         # Whether the position was loaded, and no iteration has begun there.
@@ -567,7 +573,7 @@ class MultipackBatchSampler(Sampler[Batch]):
                 epoch,
                 self.split,
             )
-            warn_of(plan, stacklevel=2)
+            warn_of(plan, self._told)
             self._plans[epoch] = plan
             self._counts[epoch] = len(plan)
             self._digests[epoch] = plan.digest

@@ -218,7 +218,9 @@ def _numbers(path: Path) -> Any:
         try:
             return np.load(path, allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise CliError(f"{path} is not a NumPy array of numbers: {error}") from error
+            raise CliError(
+                f"{path} is not a NumPy array of numbers, or only a part of one"
+            ) from error
     if path.suffix == ".json":
         try:
             return json.loads(path.read_text(encoding="utf-8"))

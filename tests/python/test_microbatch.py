@@ -1,0 +1,146 @@
+"""A sampler and a collator with different settings: seen wherever the microbatch passes through."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from multipack import Collator, Config, MultipackBatchSampler, PackedDataset, RowDataset
+
+LENGTHS = [3, 5, 2, 6, 4, 4]
+SAMPLES = [{"input_ids": list(range(length))} for length in LENGTHS]
+
+Make = Callable[[Config, Collator], Any]
+
+
+def rows(config: Config, collator: Collator) -> Any:
+    """Make the loader of a data set of samples."""
+    sampler = MultipackBatchSampler(LENGTHS, config=config)
+    return DataLoader(RowDataset(SAMPLES), batch_sampler=sampler, collate_fn=collator)
+
+
+def in_workers(config: Config, collator: Collator) -> Any:
+    """Make the same with a worker, to which microbatches are pickled."""
+    sampler = MultipackBatchSampler(LENGTHS, config=config)
+    return DataLoader(
+        RowDataset(SAMPLES), batch_sampler=sampler, collate_fn=collator, num_workers=1
+    )
+
+
+def packed(config: Config, collator: Collator) -> Any:
+    """Make the loader of flat buffers."""
+    sampler = MultipackBatchSampler(LENGTHS, config=config)
+    tokens = torch.cat([torch.tensor(sample["input_ids"]) for sample in SAMPLES])
+    offsets = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    return DataLoader(
+        PackedDataset(tokens, offsets, collator=collator), sampler=sampler, batch_size=None
+    )
+
+
+@pytest.mark.parametrize("make", [rows, in_workers, packed])
+def test_a_packed_collator_refuses_the_batches_of_a_padded_sampler(make: Make) -> None:
+    """It would lay the samples of a padded batch end to end, in one row."""
+    config = Config(sequence_len=8, sample_packing=False, micro_batch_size=2)
+    loader = make(config, Collator(sequence_len=8, attention="none"))
+
+    with pytest.raises(
+        ValueError,
+        match="layout is 'padded' for the sampler, but 'one_row' for the collator: give both the "
+        "same config",
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "text"),
+    [
+        ({}, {"sample_packing": False}, "layout is 'one_row'"),
+        ({}, {"multipack_real_batches": True}, "layout is 'one_row'"),
+        ({"multipack_real_batches": True}, {}, "layout is 'real_rows'"),
+        (
+            {"sample_packing": False, "batch_flattening": True},
+            {"sample_packing": False},
+            "layout is 'flattened' for the sampler, but 'padded' for the collator",
+        ),
+        ({}, {"align_samples_to": 4}, "align_samples_to is 1 for the sampler, but 4"),
+        ({}, {"mask_first_label": False}, "mask_first_label is True for the sampler, but False"),
+        ({}, {"sequence_len": 4}, "sequence_len is 8 for the sampler, but 4 for the collator"),
+        (
+            {"excess_length_strategy": "truncate"},
+            {},
+            "excess_length_strategy is 'truncate' for the sampler, but 'drop' for the collator",
+        ),
+    ],
+    ids=repr,
+)
+def test_settings_that_make_other_batches_are_refused(
+    ours: dict[str, Any], theirs: dict[str, Any], text: str
+) -> None:
+    collator = Collator(**{"sequence_len": 8, **theirs}, attention="none")
+
+    with pytest.raises(ValueError, match=text):
+        next(iter(rows(Config(sequence_len=8, **ours), collator)))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"multipack_real_batches": True, "micro_batch_size": 2},
+        {"sample_packing": False, "micro_batch_size": 2},
+        {"sample_packing": False, "batch_flattening": True, "micro_batch_size": 2},
+        {"align_samples_to": 4, "mask_first_label": False, "excess_length_strategy": "truncate"},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("make", [rows, packed])
+def test_one_config_for_both_is_right(make: Make, keys: dict[str, Any]) -> None:
+    config = Config(sequence_len=8, **keys)
+
+    assert len(list(make(config, Collator(config, attention="none")))) > 0
+
+
+def test_settings_that_a_collator_does_not_need_may_differ() -> None:
+    """Ranks, seeds, and the shape of the rows are nothing that a plan and a batch must share."""
+    config = Config(sequence_len=8, world_size=1, seed=5, gradient_accumulation_steps=2)
+    collators = [
+        Collator(attention="none"),
+        Collator(sequence_len=8, pad_to_multiple_of=8, padded_tail="last", attention="none"),
+    ]
+
+    for collator in collators:
+        assert len(list(rows(config, collator))) == 3
+
+
+def test_batches_of_an_evaluation_are_compared_by_what_they_are() -> None:
+    """A trainer has one collator for both; it serves where both have one layout."""
+    sampler = MultipackBatchSampler(LENGTHS, sequence_len=8, split="eval")
+    padded = MultipackBatchSampler(LENGTHS, sequence_len=8, split="eval", eval_sample_packing=False)
+    collator = Collator(padded.config, attention="none")
+
+    assert collator(RowDataset(SAMPLES)[next(iter(sampler))])["input_ids"].shape[0] == 1
+    with pytest.raises(ValueError, match="layout is 'padded' for the sampler, but 'one_row'"):
+        collator(RowDataset(SAMPLES)[next(iter(padded))])
+
+
+def test_lists_made_by_hand_are_taken_as_they_are() -> None:
+    collator = Collator(attention="none")
+
+    assert tuple(collator([SAMPLES[0], SAMPLES[1]])["input_ids"].shape) == (1, 8)
+    assert tuple(collator([[SAMPLES[0]], [SAMPLES[1]]])["input_ids"].shape) == (2, 5)
+
+
+def test_a_microbatch_is_a_list_and_stays_what_it_is() -> None:
+    batch = next(iter(MultipackBatchSampler(LENGTHS, sequence_len=8)))
+
+    for other in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert isinstance(other, list)
+        assert batch == list(batch) == other
+        with pytest.raises(ValueError, match="for the sampler, but"):
+            Collator(sample_packing=False, attention="none")(RowDataset(SAMPLES)[other])
