@@ -6,9 +6,14 @@
 //! mixed by XXH3, so that seed 1 in epoch 0 is not seed 0 in epoch 1. The bounded draw and the
 //! shuffle are written out here, since a library may change how it makes them.
 
+use std::ops::Range;
+
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
 use xxhash_rust::xxh3::xxh3_64;
+
+/// Most items that are shuffled by swaps all over: they should lie in a second-level cache.
+const MOST_SWAPPED: usize = 1 << 18;
 
 /// What a stream of random numbers is used for. The numbers are part of the plan's version.
 #[derive(Debug, Clone, Copy)]
@@ -55,11 +60,48 @@ impl Stream {
     }
 
     /// Puts `items` into a random order, each order equally likely (Fisher and Yates). O(n), in
-    /// place.
+    /// place. More items than a cache holds are first thrown into buckets.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        if items.len() > MOST_SWAPPED {
+            for bucket in self.throw(items) {
+                self.shuffle(&mut items[bucket]);
+            }
+            return;
+        }
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u32 + 1) as usize);
         }
+    }
+
+    /// Moves each of `items` into one of 256 buckets, each equally likely, and says where they lie;
+    /// shuffled in themselves, they are a shuffled whole (Rao, 1961, and Sandelius, 1962). A swap
+    /// anywhere in a large memory waits for it; here there are 256 places, each moving on in order.
+    fn throw<T>(&mut self, items: &mut [T]) -> Vec<Range<usize>> {
+        let mut bucket_of = vec![0u8; items.len()];
+        for buckets in bucket_of.chunks_mut(8) {
+            buckets.copy_from_slice(&self.0.next_u64().to_le_bytes()[..buckets.len()]);
+        }
+        let mut sizes = [0; 256];
+        for &bucket in &bucket_of {
+            sizes[usize::from(bucket)] += 1;
+        }
+        let mut end = 0;
+        let ends = sizes.map(|size| {
+            end += size;
+            end
+        });
+        let ranges = || (0..256).map(|bucket| ends[bucket] - sizes[bucket]..ends[bucket]);
+        let mut next: Vec<usize> = ranges().map(|range| range.start).collect();
+        for (bucket, end) in ends.into_iter().enumerate() {
+            while next[bucket] < end {
+                let at = next[bucket];
+                let to = usize::from(bucket_of[at]);
+                items.swap(at, next[to]);
+                bucket_of.swap(at, next[to]);
+                next[to] += 1;
+            }
+        }
+        ranges().collect()
     }
 }
 
@@ -74,5 +116,49 @@ impl Family {
         key[..8].copy_from_slice(&self.0.to_le_bytes());
         key[8..].copy_from_slice(&number.to_le_bytes());
         Stream(Xoshiro256PlusPlus::seed_from_u64(xxh3_64(&key)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_shuffled_in_themselves_make_every_order_as_often() {
+        let mut stream = Stream::new(0, 0, Purpose::Pack);
+        let mut times = std::collections::BTreeMap::new();
+        for _ in 0..60_000 {
+            let mut items = [0, 1, 2];
+            let buckets = stream.throw(&mut items);
+            assert_eq!(3, buckets.iter().map(ExactSizeIterator::len).sum::<usize>());
+            for bucket in buckets {
+                stream.shuffle(&mut items[bucket]);
+            }
+            *times.entry(items).or_insert(0) += 1;
+        }
+
+        // 10,000 each are expected, with a deviation of 91.
+        assert_eq!(6, times.len());
+        assert!(
+            times.values().all(|&n: &i32| (n - 10_000).abs() < 400),
+            "{times:?}"
+        );
+    }
+
+    #[test]
+    fn many_items_are_all_there_and_anywhere() {
+        let n = MOST_SWAPPED as u32 + 5;
+        let mut items: Vec<u32> = (0..n).collect();
+        Stream::new(0, 0, Purpose::Pack).shuffle(&mut items);
+
+        // The mean distance of two random places is a third of the length.
+        let moved: f64 = (0..)
+            .zip(&items)
+            .map(|(at, &item)| f64::from(item.abs_diff(at)))
+            .sum();
+        let mean = moved / f64::from(n) / f64::from(n);
+        assert!((mean - 1.0 / 3.0).abs() < 0.005, "{mean}");
+        items.sort_unstable();
+        assert!(items.into_iter().eq(0..n));
     }
 }

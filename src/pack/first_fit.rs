@@ -6,9 +6,9 @@
 //! bound.
 //!
 //! The naive search looks at every open row, which is quadratic when rows stay nearly full. Here
-//! the rows are the leaves of a tournament tree whose inner nodes hold the largest free space below
-//! them: going down to the left wherever the left half has space finds the earliest row in O(log
-//! rows).
+//! the rows are the leaves of a tree whose inner nodes hold the largest free space below them: the
+//! first child with enough space leads to the earliest row. With 16 children to a node, which are
+//! one line of the cache, five steps are enough for a million rows.
 
 use super::{Bounds, Rows};
 use crate::order::Stream;
@@ -20,110 +20,126 @@ use crate::order::Stream;
 ///
 /// If a slot is 0 or above the capacity, or a row may hold no item.
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
-    let mut tree = Tournament::new(bounds.capacity);
-    let mut counts: Vec<u32> = Vec::new();
+    let mut tree = Tournament::default();
+    let (mut sizes, mut tokens): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
     let mut row_of = Vec::with_capacity(order.len());
     for &item in order {
         let slot = bounds.checked(slots[item as usize]);
-        let row = tree.first_with(slot);
-        if row == counts.len() {
-            counts.push(0);
-        }
-        counts[row] += 1;
-        let free = tree.free(row) - slot;
+        let row = tree.first_with(slot).unwrap_or_else(|| {
+            sizes.push(0);
+            tokens.push(0);
+            tree.open(bounds.capacity)
+        });
+        sizes[row] += 1;
+        tokens[row] += slot;
         // A row with all the items that it may hold has no space, whatever is left of its tokens.
-        tree.set(row, if counts[row] == bounds.limit { 0 } else { free });
+        let full = sizes[row] == bounds.limit;
+        tree.set(
+            row,
+            if full {
+                0
+            } else {
+                bounds.capacity - tokens[row]
+            },
+        );
         row_of.push(row as u32);
     }
-
     drop(tree);
 
-    // Counting sort by the shuffled number of the row; items keep their order of arrival inside it.
-    let mut number: Vec<u32> = (0..counts.len() as u32).collect();
-    stream.shuffle(&mut number);
-    let mut offsets = vec![0u32; counts.len() + 1];
-    for (row, &count) in counts.iter().enumerate() {
-        offsets[number[row] as usize + 1] = count;
+    // Items by row, in their order of arrival: most go to one of the latest rows, which lie together
+    // as long as the rows are in order. Only then whole rows go to their random places.
+    let mut starts = vec![0u32; sizes.len() + 1];
+    for (row, &size) in sizes.iter().enumerate() {
+        starts[row + 1] = starts[row] + size;
     }
-    for row in 1..offsets.len() {
-        offsets[row] += offsets[row - 1];
-    }
-    let mut next = offsets.clone();
-    let mut rows = Rows {
-        items: vec![0; order.len()],
-        offsets,
-        tokens: vec![0; counts.len()],
-    };
-    for (&item, &row) in order.iter().zip(&row_of) {
-        let row = number[row as usize] as usize;
-        let at = &mut next[row];
-        rows.items[*at as usize] = item;
-        rows.tokens[row] += slots[item as usize];
+    let mut next = starts.clone();
+    let mut items = vec![0; order.len()];
+    for (&item, row) in order.iter().zip(row_of) {
+        let at = &mut next[row as usize];
+        items[*at as usize] = item;
         *at += 1;
     }
-    rows
+    let in_order = Rows {
+        items,
+        offsets: starts,
+        tokens,
+    };
+    let mut place: Vec<u32> = (0..sizes.len() as u32).collect();
+    stream.shuffle(&mut place);
+    let mut row_at = vec![0; place.len()];
+    for (row, &place) in place.iter().enumerate() {
+        row_at[place as usize] = row;
+    }
+    in_order.reordered(&row_at)
 }
 
-/// Free space of the rows, as the leaves of a complete binary tree of maxima. Rows that were never
-/// opened are empty.
+/// Children of a node.
+const WIDE: usize = 16;
+
+/// Free space of the open rows, as the leaves of a tree of maxima.
+#[derive(Default)]
 struct Tournament {
-    /// Node 1 is the root, node `i` has the children `2i` and `2i + 1`; the leaves start at
-    /// `leaves`.
-    nodes: Vec<u32>,
-    leaves: usize,
-    capacity: u32,
+    /// The rows, then the largest of each 16 of them, and so on up to a level of at most 16. Each
+    /// is filled up with zeros to a multiple of 16, where no item fits.
+    levels: Vec<Vec<u32>>,
+    rows: usize,
 }
 
 impl Tournament {
-    fn new(capacity: u32) -> Tournament {
-        let leaves = 64;
-        Tournament {
-            nodes: vec![capacity; 2 * leaves],
-            leaves,
-            capacity,
-        }
-    }
-
-    /// The earliest row with at least `slot` tokens of space. Opens more rows when all are too
-    /// full.
-    fn first_with(&mut self, slot: u32) -> usize {
-        if self.nodes[1] < slot {
-            self.double();
-        }
-        let mut node = 1;
-        while node < self.leaves {
-            node *= 2;
-            node += usize::from(self.nodes[node] < slot);
-        }
-        node - self.leaves
-    }
-
-    fn free(&self, row: usize) -> u32 {
-        self.nodes[self.leaves + row]
-    }
-
-    fn set(&mut self, row: usize, free: u32) {
-        let mut node = self.leaves + row;
-        self.nodes[node] = free;
-        while node > 1 {
-            let largest = self.nodes[node].max(self.nodes[node ^ 1]);
-            node /= 2;
-            if self.nodes[node] == largest {
-                break;
+    /// The earliest row with at least `slot` tokens of space, which are not 0.
+    fn first_with(&self, slot: u32) -> Option<usize> {
+        let mut node = 0;
+        for level in self.levels.iter().rev() {
+            let children = &level[node * WIDE..(node + 1) * WIDE];
+            // Compares all children, which is quicker than to stop at the first.
+            let fits = children
+                .iter()
+                .rev()
+                .fold(0u32, |fits, &space| 2 * fits + u32::from(space >= slot));
+            if fits == 0 {
+                return None;
             }
-            self.nodes[node] = largest;
+            node = node * WIDE + fits.trailing_zeros() as usize;
+        }
+        (!self.levels.is_empty()).then_some(node)
+    }
+
+    fn set(&mut self, row: usize, space: u32) {
+        let (mut at, mut largest) = (row, space);
+        for level in &mut self.levels {
+            if level[at] == largest {
+                return;
+            }
+            level[at] = largest;
+            at /= WIDE;
+            let children = &level[at * WIDE..(at + 1) * WIDE];
+            largest = children
+                .iter()
+                .fold(0, |largest, &space| largest.max(space));
         }
     }
 
-    /// Twice as many leaves: the old tree becomes the left half.
-    fn double(&mut self) {
-        let mut nodes = vec![self.capacity; 4 * self.leaves];
-        let mut width = 1;
-        while width <= self.leaves {
-            nodes[2 * width..3 * width].copy_from_slice(&self.nodes[width..2 * width]);
-            width *= 2;
+    /// Opens a row with so much space, and returns its number.
+    fn open(&mut self, space: u32) -> usize {
+        let row = self.rows;
+        self.rows += 1;
+        let mut at = row;
+        for level in &mut self.levels {
+            if at == level.len() {
+                level.resize(at + WIDE, 0);
+            }
+            at /= WIDE;
         }
-        self.nodes = nodes;
-        self.leaves *= 2;
+        if at > 0 || self.levels.is_empty() {
+            // The level on top has grown out of one node.
+            let mut top = vec![0; WIDE];
+            let below = self.levels.last().map_or(&[][..], |level| level);
+            for (largest, children) in top.iter_mut().zip(below.chunks(WIDE)) {
+                *largest = children.iter().copied().max().unwrap_or(0);
+            }
+            self.levels.push(top);
+        }
+        self.set(row, space);
+        row
     }
 }

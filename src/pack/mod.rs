@@ -92,15 +92,25 @@ impl Rows {
         self.tokens.truncate(rows);
     }
 
+    /// These rows in another order.
+    fn reordered(&self, order: &[usize]) -> Rows {
+        let mut rows = Rows {
+            items: Vec::with_capacity(self.items.len()),
+            offsets: Vec::with_capacity(order.len() + 1),
+            tokens: Vec::with_capacity(order.len()),
+        };
+        rows.offsets.push(0);
+        for &row in order {
+            rows.push_from(self, row);
+        }
+        rows
+    }
+
     /// The same rows in a random order.
     fn shuffled(&self, stream: &mut Stream) -> Rows {
         let mut order: Vec<usize> = (0..self.len()).collect();
         stream.shuffle(&mut order);
-        let mut rows = Rows::new();
-        for row in order {
-            rows.push_from(self, row);
-        }
-        rows
+        self.reordered(&order)
     }
 }
 

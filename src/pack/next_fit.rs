@@ -24,18 +24,25 @@ use super::{Bounds, Rows};
 /// assert_eq!(rows.offsets, [0, 2, 4]); // 5 + 2, then 3 + 4
 /// ```
 pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds) -> Rows {
-    let mut rows = Rows::new();
+    let mut rows = Rows {
+        items: order.to_vec(),
+        ..Rows::new()
+    };
     let (mut used, mut start) = (0, 0);
+    let mut close = |used: u32, end: usize| {
+        rows.offsets.push(end as u32);
+        rows.tokens.push(used);
+    };
     for (at, &item) in order.iter().enumerate() {
         let slot = bounds.checked(slots[item as usize]);
         if slot > bounds.capacity - used || (at - start) as u32 == bounds.limit {
-            rows.push(&order[start..at], used);
+            close(used, at);
             (used, start) = (0, at);
         }
         used += slot;
     }
     if !order.is_empty() {
-        rows.push(&order[start..], used);
+        close(used, order.len());
     }
     rows
 }

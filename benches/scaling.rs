@@ -1,0 +1,87 @@
+//! What twice as many samples cost: every strategy, on usual lengths and on the worst ones.
+//!
+//! `cargo bench --bench scaling` prints the seconds of a whole plan for half a million samples, and
+//! how many times as much one and two million take. It fails where doubling costs more than 2.3
+//! times: all strategies are linear but for a logarithm and for what larger memory costs. The
+//! fastest of some rounds counts, and the sizes take turns in each, so that a busy machine spoils a
+//! round and not a size. With `-- --test` each plan is made once, of few samples.
+//!
+//! *Half* is the worst case of a search through all open rows: every sample needs a row of its own.
+//! *Ones* makes the longest rows, *long* leaves gaps that nothing fills.
+
+use std::time::Instant;
+
+use multipack::{Config, Split, plan};
+
+#[path = "../tests/support/lengths.rs"]
+mod lengths;
+use lengths::{SEED, between, stream};
+
+const CAPACITY: u32 = 4096;
+const ROUNDS: usize = 7;
+const MOST: f64 = 2.3;
+
+const ALGORITHMS: [&str; 4] = ["best_fit_decreasing", "tight", "first_fit", "next_fit"];
+
+/// So many lengths of a kind.
+type Make = fn(usize) -> Vec<u32>;
+
+const LENGTHS: [(&str, Make); 6] = [
+    ("lognormal", |n| lengths::lognormal(n, CAPACITY, SEED)),
+    ("uniform", |n| {
+        let mut stream = stream(SEED);
+        (0..n)
+            .map(|_| between(&mut stream, 1, CAPACITY + 1))
+            .collect()
+    }),
+    ("middle", |n| lengths::uniform(n, CAPACITY, SEED)),
+    ("long", |n| {
+        let mut stream = stream(SEED);
+        (0..n)
+            .map(|_| between(&mut stream, CAPACITY / 2 + 1, CAPACITY + 1))
+            .collect()
+    }),
+    ("half", |n| vec![6 * CAPACITY / 10; n]),
+    ("ones", |n| vec![1; n]),
+];
+
+fn main() {
+    let test = std::env::args().any(|argument| argument == "--test");
+    let (first, rounds) = if test { (500, 1) } else { (500_000, ROUNDS) };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("{:22}{:12}{:>10}{:>8}{:>8}", "", "", first, "x 2", "x 4");
+    let mut worst = 0.0;
+    for algorithm in ALGORITHMS {
+        let settings =
+            format!(r#"{{"sequence_len": {CAPACITY}, "sample_packing_algorithm": "{algorithm}"}}"#);
+        let config = Config::from_json(&settings).expect("valid settings");
+        for (name, make) in LENGTHS {
+            let inputs: Vec<Vec<i64>> = [1, 2, 4]
+                .map(|times| make(times * first).into_iter().map(i64::from).collect())
+                .into();
+            let mut seconds = [f64::INFINITY; 3];
+            for _ in 0..rounds {
+                for (lengths, best) in inputs.iter().zip(&mut seconds) {
+                    let start = Instant::now();
+                    let plan = plan(lengths, None, None, &config, 0, Split::Train, threads);
+                    *best = best.min(start.elapsed().as_secs_f64());
+                    let report = plan.expect("a plan").report;
+                    assert_eq!(lengths.len() as u64, report.retained);
+                    assert_eq!(0, report.unused_samples);
+                }
+            }
+            let [one, two, four] = seconds;
+            println!(
+                "{algorithm:22}{name:12}{one:10.4}{:8.2}{:8.2}",
+                two / one,
+                four / two
+            );
+            worst = f64::max(worst, (two / one).max(four / two));
+        }
+    }
+    println!("at most {worst:.2} times");
+    assert!(
+        test || worst <= MOST,
+        "doubling costs {worst:.2} times, more than {MOST}"
+    );
+}
