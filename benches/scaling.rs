@@ -18,7 +18,10 @@ mod lengths;
 use lengths::{SEED, between, stream};
 
 const CAPACITY: u32 = 4096;
-const ROUNDS: usize = 7;
+const ROUNDS: usize = 15;
+/// Rounds that are made in any case, and the seconds after which they are enough.
+const FEWEST: usize = 3;
+const ENOUGH: f64 = 2.5;
 const MOST: f64 = 2.3;
 
 const ALGORITHMS: [&str; 4] = ["best_fit_decreasing", "tight", "first_fit", "next_fit"];
@@ -60,7 +63,11 @@ fn main() {
                 .map(|times| make(times * first).into_iter().map(i64::from).collect())
                 .into();
             let mut seconds = [f64::INFINITY; 3];
-            for _ in 0..rounds {
+            let begun = Instant::now();
+            for round in 0..rounds {
+                if round >= FEWEST && begun.elapsed().as_secs_f64() > ENOUGH {
+                    break;
+                }
                 for (lengths, best) in inputs.iter().zip(&mut seconds) {
                     let start = Instant::now();
                     let plan = plan(lengths, None, None, &config, 0, Split::Train, threads);

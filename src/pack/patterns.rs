@@ -46,6 +46,11 @@ impl Patterns {
         (0..self.rows.len()).map(|number| (self.parts(number), self.rows[number]))
     }
 
+    /// How many recipes there are.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
     /// Rows in all.
     pub fn total(&self) -> u64 {
         self.total

@@ -6,9 +6,9 @@
 //!
 //! | 100,000 lengths, capacity 4096 | best fit, over the bound | tight | time |
 //! |---|---|---|---|
-//! | triplets that fill every row exactly | 12.53 % | 0.003 % | 0.09 s |
-//! | uniform from 0.2 to 0.6 of the capacity | 1.62 % | 0.003 % | 0.16 s |
-//! | lognormal | 0.007 % | 0 | 0.1 s |
+//! | triplets that fill every row exactly | 12.53 % | 0.012 % | 0.1 s |
+//! | uniform from 0.2 to 0.6 of the capacity | 1.62 % | 0.010 % | 0.1 s |
+//! | lognormal | 0.007 % | 0.007 % | as best fit |
 //!
 //! (`cargo bench --bench plan -- hard`, two cores.) A few thousand samples of many lengths leave
 //! fewer choices: ten thousand uniform ones stay at the 1.6 % of best fit.
@@ -24,7 +24,7 @@
 //! ```text
 //! best := the rows of best fit
 //! for each appetite: fill all; keep what has fewer rows
-//! up to ROUNDS times, while above the lower bound and tries are left:
+//! up to ROUNDS times, while not close to the lower bound and tries are left:
 //!     take apart every row with space, and SHARE times as many full rows
 //!     fill their items again with another appetite; keep unless there are more rows
 //!
@@ -37,7 +37,8 @@
 //!
 //! All of it works on the histogram, so that time depends on the number of distinct lengths and of
 //! rows that are hard to fill, not on n. The tries are counted and bounded, in all by
-//! `FIXED_TRIES` + `TRIES_PER_ITEM` × n, a few seconds for ten million samples.
+//! `FIXED_TRIES`, and up to `TRIES_PER_ITEM` for each sample; a million samples take up to a second.
+//! The search ends where one row in `CLOSE` is above the bound: 8,192 rows for one.
 
 use super::items::{Items, Order};
 use super::patterns::{Part, Patterns};
@@ -59,10 +60,19 @@ const MOST_PARTNERS: usize = 5;
 const APPETITES: [u32; 6] = [0, 1, 2, 3, 4, 5];
 /// Divisors of the rows made alike: one is quick, many keep the mix.
 const PACES: [u32; 3] = [1, 4, u32::MAX];
+/// Rows in which one above the bound is close enough: what is left to gain is not worth the search.
+const CLOSE: u64 = 1 << 13;
+/// Items for which one row in one more of those that could be alike is made, to begin with.
+const ITEMS_PER_PACE: u64 = 1 << 16;
+/// Recipes that take as long to look through as one try, from so many on.
+const RECIPES_PER_TRY: u64 = 2;
+const FEW_RECIPES: usize = 1 << 11;
 /// Tries in all, whatever the number of items.
 const FIXED_TRIES: u64 = 1 << 21;
-/// Further tries for each item.
+/// Further tries for each of this many items, and for each of those beyond.
 const TRIES_PER_ITEM: u64 = 32;
+const MANY_ITEMS: usize = 1 << 17;
+const TRIES_BEYOND: u64 = 8;
 
 /// Packs the items of `order`, each of `slots[item]` tokens; rows and the items of equal size are
 /// shuffled. `tries` is what is left of [`tries_for`] so many items.
@@ -95,25 +105,33 @@ pub(super) fn pack_items(
 
 /// How many tries so many items are worth.
 pub fn tries_for(items: usize) -> u64 {
-    FIXED_TRIES + TRIES_PER_ITEM * items as u64
+    let (many, beyond) = (items.min(MANY_ITEMS), items.saturating_sub(MANY_ITEMS));
+    FIXED_TRIES + TRIES_PER_ITEM * many as u64 + TRIES_BEYOND * beyond as u64
 }
 
 fn fit(histogram: &Histogram, bounds: Bounds, stream: &mut Stream, tries: &mut u64) -> Patterns {
     let bound = histogram.lower_bound(bounds);
+    let enough = bound + bound / CLOSE;
+    let items: u64 = histogram.counts.iter().map(|&count| u64::from(count)).sum();
+    // With many items of each size, rows alike would use up whole sizes one after the other.
+    let pace = (items / ITEMS_PER_PACE).max(1) as u32;
     let mut best = best_fit::fit_within_limit(histogram, bounds);
     for appetite in APPETITES {
-        if best.total() <= bound || *tries == 0 {
+        if best.total() <= enough || *tries == 0 {
             return best;
         }
-        let made = Filling::new(histogram, bounds, stream, tries).fill(appetite, PACES[0]);
+        let made = Filling::new(histogram, bounds, stream, tries).fill(appetite, pace);
         if made.total() < best.total() {
             best = made;
         }
     }
     for round in 0..ROUNDS {
-        if best.total() <= bound || *tries == 0 {
+        if best.total() <= enough || *tries == 0 {
             break;
         }
+        // Many recipes take longer to look through than a round has tries.
+        let looked_at = best.len().saturating_sub(FEW_RECIPES) as u64;
+        *tries = tries.saturating_sub(looked_at / RECIPES_PER_TRY);
         let (kept, opened) = take_apart(&best, histogram, bounds, stream);
         let appetite = APPETITES[stream.below(APPETITES.len() as u32) as usize];
         let pace = PACES[round as usize % PACES.len()];
