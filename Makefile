@@ -58,6 +58,7 @@ bench: build
 	python benches/python/attention_peers.py --step
 	python benches/python/loader.py
 	python benches/python/balance_peers.py
+	python benches/python/batch_peers.py
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"

@@ -167,9 +167,9 @@ def _lists(
     full_end = torch.where(none_full, end, full_end)
 
     # Torch puts the blocks that a list names first, and all the others behind them; both rise.
-    slots = torch.arange(blocks, device=begin.device)
-    (begin, end, full_begin, full_end) = (
-        bound.unsqueeze(-1) for bound in (begin, end, full_begin, full_end)
+    slots = torch.arange(blocks, device=begin.device, dtype=torch.int32)
+    begin, end, full_begin, full_end = (
+        bound.int().unsqueeze(-1) for bound in (begin, end, full_begin, full_end)
     )
     full_count = full_end - full_begin
     # Partial blocks are on both sides of the full ones.
@@ -192,10 +192,10 @@ def _lists(
         torch.where(others < full_begin, others, slots),
     )
     return (
-        count.squeeze(-1).unsqueeze(1).int(),
-        partial.unsqueeze(1).int(),
-        full_count.squeeze(-1).unsqueeze(1).int(),
-        full.unsqueeze(1).int(),
+        count.squeeze(-1).unsqueeze(1),
+        partial.unsqueeze(1),
+        full_count.squeeze(-1).unsqueeze(1),
+        full.unsqueeze(1),
     )
 
 

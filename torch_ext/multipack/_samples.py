@@ -22,6 +22,8 @@ import torch
 Sample: TypeAlias = "Mapping[str, Any]"
 
 PAIR = ("chosen_", "rejected_")
+# Tokens of a run that torch joins on one thread, whatever comes with the last sample of it.
+_SHORT = 16_384
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "loss_weights")
 
 
@@ -264,13 +266,21 @@ def _joined_tensors(values: list[Any]) -> tuple[npt.NDArray[Any], list[int]] | N
         return None
     if {value.dtype for value in values} not in ({torch.int64}, {torch.int32}):
         return None
+    if any(value.dim() != 1 for value in values):
+        return None  # told with the sample's number, as what follows is
+    lengths = [value.numel() for value in values]
+    joined = torch.empty(sum(lengths), dtype=values[0].dtype)
     try:
-        joined = torch.cat(values)
-    except RuntimeError:  # of several shapes or devices, which is told with the sample's number
+        # Torch copies short runs at once, and wakes threads up for long ones, which takes longer.
+        start = first = end = 0
+        for last, length in enumerate(lengths, 1):
+            end += length
+            if end - start >= _SHORT or last == len(lengths):
+                torch.cat(values[first:last], out=joined[start:end])
+                start, first = end, last
+    except RuntimeError:  # not all in main memory
         return None
-    if joined.dim() != 1 or joined.device.type != "cpu" or joined.layout != torch.strided:
-        return None
-    return joined.numpy(), [value.numel() for value in values]
+    return joined.numpy(), lengths
 
 
 def offsets_of(lengths: list[int]) -> npt.NDArray[np.int64]:
@@ -340,7 +350,7 @@ def _not_here(tensor: torch.Tensor, key: str, sample: int) -> TypeError:
 def _shared_keys(samples: Sequence[Any]) -> frozenset[str]:
     """Return the keys, which all samples must have."""
     for number, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
+        if type(sample) is not dict and not isinstance(sample, Mapping):
             raise TypeError(
                 f"sample {number} is a {type(sample).__name__}, but a sample is a mapping with "
                 "'input_ids'"

@@ -38,6 +38,7 @@ _MASKS = ("bool", "additive")
 _ATTENTION = ("none", *_MASKS, "flash", "varlen", "flex", "multipack")
 _MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BORDERS = ("cu_seqlens", "cu_seqlens_padded")
+_ROW = (list, tuple)  # built once: list | tuple is a new object for each sample
 _OUTPUTS = (*_BORDERS, "max_seqlen", "segment_ids", "seq_idx", "shift_labels")
 
 
@@ -322,7 +323,7 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
     if isinstance(batch, Microbatch):
         batch.terms.check("the sampler", Terms.of(config, split))
     kind = layout(config, split)
-    in_rows = [isinstance(row, list | tuple) for row in batch]
+    in_rows = [isinstance(row, _ROW) for row in batch]
     if all(in_rows):
         items = list(itertools.chain.from_iterable(batch))
         sizes = [len(row) for row in batch]
