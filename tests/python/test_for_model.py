@@ -104,7 +104,7 @@ def test_what_is_chosen_isolates(
 def test_families_that_do_not_look_at_positions(family: str, implementation: str) -> None:
     """Why for_model prefers a mask to positions, with which these leak whatever they are told."""
     batch = Collator(CONFIG, attention="none")(ROWS)
-    with pytest.raises(IsolationError, match="leaks into"):
+    with pytest.raises(IsolationError, match="this model does not look there"):
         verify_isolation(make_model(family, implementation), {**batch, "use_cache": False})
 
 

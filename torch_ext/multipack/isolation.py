@@ -544,10 +544,15 @@ def _suspicion(run: _Run) -> str:
                 "; without cu_seq_lens_q, flash attention looks for samples in a single row only: "
                 "collate with attention='flash'"
             )
-    elif mask is None and run.batch.get("use_cache", getattr(run.config, "use_cache", True)):
+    elif mask is None and implementation != "multipack":
+        if run.batch.get("use_cache", getattr(run.config, "use_cache", True)):
+            return (
+                "; transformers looks for samples in position_ids only without a cache: call the "
+                "model with use_cache=False"
+            )
         return (
-            "; transformers looks for samples in position_ids only without a cache: call the "
-            "model with use_cache=False"
+            "; position_ids alone say where samples begin, and this model does not look there: "
+            "Collator.for_model(model) chooses what it takes, or says that nothing helps"
         )
     if not isinstance(mask, torch.Tensor):
         return ""
