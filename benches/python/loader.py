@@ -15,6 +15,7 @@ unless they are there, and read back memory-mapped, in chunks of 1000 samples as
 from __future__ import annotations
 
 import argparse
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -64,23 +65,35 @@ def expected(dataset: datasets.Dataset, batch: list[list[int]]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(list(samples["input_ids"])).astype(np.int64))
 
 
-def tokens_per_second(dataset: datasets.Dataset, workers: int, batches: int) -> float:
-    """Take so many batches from workers; return the tokens a second, the start of workers aside."""
+def tokens_per_second(dataset: datasets.Dataset, workers: int, batches: int) -> tuple[float, float]:
+    """Take so many batches from workers; return the tokens a second, of the clock and of a worker.
+
+    The second counts the processor time of the workers, their start included: what they would give
+    if nothing else ran.
+    """
     collator = multipack.Collator(CONFIG, attention="flash")
     packed = multipack.PackedDataset.from_arrow(dataset, collator=collator)
     sampler = multipack.MultipackBatchSampler(packed.lengths, config=CONFIG)
     order = [sampler.plan[0, k] for k in range(batches)]
     loader = iter(DataLoader(packed, sampler=order, batch_size=None, num_workers=workers))
     kept = {0: next(loader)["input_ids"]}
-    tokens, start = 0, time.perf_counter()
+    tokens, start, before = 0, time.perf_counter(), cpu_of_children()
     for number, batch in enumerate(loader, 1):
         tokens += batch["input_ids"].numel()
         if number % 10 == 0:
             kept[number] = batch["input_ids"]
     seconds = time.perf_counter() - start
+    del loader
+    cpu = cpu_of_children() - before
     for number, ids in kept.items():
         assert ids.flatten().equal(expected(dataset, order[number])), number
-    return tokens / seconds
+    return tokens / seconds, tokens / cpu
+
+
+def cpu_of_children() -> float:
+    """Return the processor time of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def first_batch(dataset: datasets.Dataset) -> dict[str, float]:
@@ -122,9 +135,11 @@ def main() -> None:
             print(f"{stage:<16} {seconds:6.2f} s")
         dataset = opened(folder / "long", *LONG)
         for workers in arguments.workers:
-            rate = tokens_per_second(dataset, workers, arguments.batches)
-            each = rate / workers / 1e6
-            print(f"{workers} workers: {rate / 1e6:.1f} million tokens/s, {each:.1f} each")
+            rate, of_cpu = tokens_per_second(dataset, workers, arguments.batches)
+            print(
+                f"{workers} workers: {rate / 1e6:.1f} million tokens/s, {rate / workers / 1e6:.1f} "
+                f"each, {of_cpu / 1e6:.1f} per second of a worker's processor time"
+            )
 
 
 if __name__ == "__main__":

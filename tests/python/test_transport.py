@@ -18,6 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:Deprecati
 SENT: dict[str, Any] = {
     "int32 in int64": torch.tensor([[-(2**31), 0], [5, 2**31 - 1]]),
     "int64": torch.tensor([2**31, -7]),
+    "int64 below": torch.tensor([-(2**31) - 1]),
+    "int16 in int64": torch.tensor([-(2**15), 2**15 - 1]),
+    "more than int16": torch.tensor([2**15, 0]),
     "odd bytes": torch.tensor([True, False, True]),
     "int32": torch.arange(3, dtype=torch.int32),
     "float": torch.tensor([1.5, float("nan"), float("-inf")]),
@@ -76,12 +79,10 @@ def test_it_is_writable_and_no_tensor_lies_in_another() -> None:
 
 
 def test_few_bytes_are_sent() -> None:
-    """Ids, labels and positions as int32; no tensor takes a file of its own."""
-    collator = Collator(attention="flash")
-    batch = collator([{"input_ids": list(range(8000))}])
-    sent = _Sendable(batch)
+    """Ids and labels as int32, positions as int16; no tensor takes a file of its own."""
+    batch = Collator(attention="flash")([{"input_ids": list(range(100_000, 108_000))}])
 
-    assert len(pickle.dumps(sent)) < 3 * 4 * 8000 + 1000
+    assert len(pickle.dumps(_Sendable(batch))) < (4 + 4 + 2) * 8000 + 1000
 
 
 def test_outside_a_worker_nothing_is_wrapped() -> None:

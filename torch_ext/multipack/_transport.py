@@ -3,8 +3,8 @@
 Torch sends each tensor as a file in shared memory: it is created, mapped on both sides, its pages
 are faulted in one by one, and its descriptor travels through a socket of its own. For the tensors
 of a batch, some hundred kilobytes in all, that takes longer than to make them. Here they go through
-the pipe of the batch, in one piece, int64 values as int32 where they fit. What arrives is a plain
-dict of the same tensors.
+the pipe of the batch, in one piece, int64 values as int16 or int32 where they fit. What arrives is
+a plain dict of the same tensors.
 
 Large tensors, such as masks, are left to torch: a pipe copies what shared memory does not.
 """
@@ -19,7 +19,6 @@ from torch.utils.data import get_worker_info
 
 _MOST_BYTES = 1 << 20
 _ALIGNED = 16
-_INT32 = torch.iinfo(torch.int32)
 
 
 def sendable(batch: dict[str, Any]) -> dict[str, Any]:
@@ -62,11 +61,12 @@ def _goes_through_the_pipe(value: Any) -> bool:
 
 
 def _narrowest(tensor: torch.Tensor) -> torch.dtype:
-    """Return int32 for int64 values that all fit, and else the dtype that there is."""
+    """Return int16 or int32 for int64 values that all fit, and else the dtype that there is."""
     if tensor.dtype == torch.int64:
-        low, high = tensor.aminmax()
-        if int(low) >= _INT32.min and int(high) <= _INT32.max:
-            return torch.int32
+        low, high = map(int, tensor.aminmax())
+        for dtype in (torch.int16, torch.int32):
+            if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+                return dtype
     return tensor.dtype
 
 
