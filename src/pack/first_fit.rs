@@ -23,26 +23,32 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
     let mut tree = Tournament::default();
     let (mut sizes, mut tokens): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
     let mut row_of = Vec::with_capacity(order.len());
-    for &item in order {
-        let slot = bounds.checked(slots[item as usize]);
-        let row = tree.first_with(slot).unwrap_or_else(|| {
-            sizes.push(0);
-            tokens.push(0);
-            tree.open(bounds.capacity)
-        });
-        sizes[row] += 1;
-        tokens[row] += slot;
-        // A row with all the items that it may hold has no space, whatever is left of its tokens.
-        let full = sizes[row] == bounds.limit;
-        tree.set(
-            row,
-            if full {
-                0
-            } else {
-                bounds.capacity - tokens[row]
-            },
-        );
-        row_of.push(row as u32);
+    let mut block = Vec::with_capacity(BLOCK);
+    for items in order.chunks(BLOCK) {
+        // Read ahead: these reads all over the memory overlap, and would be waited for one by one in
+        // the search.
+        block.clear();
+        block.extend(items.iter().map(|&item| slots[item as usize]));
+        for slot in block.iter().map(|&slot| bounds.checked(slot)) {
+            let row = tree.first_with(slot).unwrap_or_else(|| {
+                sizes.push(0);
+                tokens.push(0);
+                tree.open(bounds.capacity)
+            });
+            sizes[row] += 1;
+            tokens[row] += slot;
+            // A row with all the items that it may hold has no space, whatever is left of its tokens.
+            let full = sizes[row] == bounds.limit;
+            tree.set(
+                row,
+                if full {
+                    0
+                } else {
+                    bounds.capacity - tokens[row]
+                },
+            );
+            row_of.push(row as u32);
+        }
     }
     drop(tree);
 
@@ -72,6 +78,9 @@ pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -
     }
     in_order.reordered(&row_at)
 }
+
+/// Items whose sizes are read at once.
+const BLOCK: usize = 1 << 10;
 
 /// Children of a node.
 const WIDE: usize = 16;
