@@ -166,7 +166,8 @@ pub struct Config {
     pub sample_packing_group_size: Option<u64>,
     /// Even out the supervised tokens.
     pub balance_labels: bool,
-    /// Optimizer steps balanced together. The whole epoch is, so that any window is covered.
+    /// Optimizer steps balanced together. The whole epoch is balanced at once, whatever this says: a
+    /// window larger than 1 changes nothing.
     pub label_balance_window_optim_steps: u64,
     /// What the work of a microbatch is measured by.
     pub balance_cost: BalanceCost,

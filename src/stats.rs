@@ -33,8 +33,8 @@ pub struct Stats {
     pub mean_labels: Option<f64>,
     /// Standard deviation of the labels of a microbatch.
     pub microbatch_label_std: Option<f64>,
-    /// What `microbatch_label_std` could be at best, however samples were exchanged; none without
-    /// label counts.
+    /// What `microbatch_label_std` could be at best, however these samples were packed into as many
+    /// microbatches; none without label counts.
     pub label_std_floor: Option<f64>,
     /// Standard deviation of the labels of a complete optimizer step.
     pub step_label_std: Option<f64>,

@@ -46,7 +46,7 @@ const BLOCK: usize = 2048;
 /// Microbatches that are looked through in all rounds of exchanges, and most rounds: the second
 /// gains a tenth of what the first does.
 const ROUNDS_BATCHES: usize = 1 << 15;
-const MOST_ROUNDS: usize = 4;
+const MOST_ROUNDS: usize = 2;
 /// Microbatches in all of the searches that begin elsewhere, and most of these.
 const LEAPS_BATCHES: usize = 1 << 10;
 const MOST_LEAPS: usize = 64;

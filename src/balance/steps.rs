@@ -19,7 +19,7 @@ const EXCHANGES: usize = 16;
 /// Samples of one length that are tried in each step.
 const MOST_ALIKE: usize = 8;
 /// Steps nearer than one part in so many are left as they are.
-const TOLERANCE: i64 = 20_000;
+const TOLERANCE: i64 = 2_000;
 
 /// Evens out the labels of steps of `step` microbatches each, in the order in which they run.
 pub(super) fn even_steps(work: &mut Work, order: &[u32], step: usize) {

@@ -74,7 +74,8 @@ class Config:
     balance_labels: bool = False
     """Even out the supervised tokens over microbatches, optimizer steps and ranks."""
     label_balance_window_optim_steps: int = 1
-    """Optimizer steps balanced together. The whole epoch is, so that any window is covered."""
+    """Optimizer steps balanced together. The whole epoch is balanced at once, whatever this says: a
+    window larger than 1 changes nothing."""
     balance_cost: str = "auto"
     """What ranks are evened by: ``auto``, ``tokens``, ``padded`` or ``attention``."""
     balance_cost_linear: float = 0.0

@@ -34,8 +34,8 @@ class Statistics:
     microbatch_label_std: float | None
     """Standard deviation of the supervised tokens of a microbatch."""
     label_std_floor: float | None
-    """What `microbatch_label_std` could be at best, however samples were exchanged; None without
-    label counts."""
+    """What `microbatch_label_std` could be at best, however these samples were packed into as many
+    microbatches; None without label counts."""
     step_label_std: float | None
     """Standard deviation of the supervised tokens of a complete optimizer step."""
     step_token_std: float | None
