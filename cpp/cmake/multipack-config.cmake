@@ -17,6 +17,23 @@ endif()
 find_dependency(Torch)
 
 get_filename_component(_multipack "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
+
+# The library is compiled against the C++ classes of one minor version; with another it fails at the
+# link or, worse, later. Its build recorded which.
+if(EXISTS "${_multipack}/lib/libmultipack.json")
+  file(READ "${_multipack}/lib/libmultipack.json" _multipack_record)
+  string(JSON _multipack_torch GET "${_multipack_record}" torch)
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" _multipack_minor "${_multipack_torch}")
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" _multipack_found "${Torch_VERSION}")
+  if(NOT _multipack_minor STREQUAL _multipack_found)
+    set(multipack_FOUND FALSE)
+    string(CONCAT multipack_NOT_FOUND_MESSAGE
+      "multipack was built for torch ${_multipack_torch}, but CMake found torch ${Torch_VERSION}: "
+      "name torch ${_multipack_minor} in CMAKE_PREFIX_PATH, or build multipack for this one")
+    return()
+  endif()
+endif()
+
 if(NOT TARGET multipack::multipack)
   add_library(multipack::multipack SHARED IMPORTED)
   set_target_properties(multipack::multipack PROPERTIES

@@ -106,8 +106,24 @@ int main(int count, char** arguments) {
   check(message == "a string argument is not UTF-8", "ValueError: " + message);
 
   torch::jit::Module module = torch::jit::load(arguments[1]);
-  const auto result = module.forward({tokens, offsets, index, row_offsets}).toTuple();
-  check(result->elements()[0].toTensor().size(1) == 8, "the TorchScript file");
+  const at::Tensor labels = tokens.add(100);
+  const std::string config = "{\"sequence_len\": 8}";
+  const auto found = module.forward({tokens, labels, offsets, config, 0}).toTuple()->elements();
+  const multipack::LabelCounts counted = multipack::label_counts(labels, offsets);
+  const multipack::Plan planned =
+      multipack::plan(offsets.diff(), counted.counts, counted.starts, config);
+  const multipack::Microbatch chosen =
+      multipack::microbatch(planned.index, planned.row_offsets, planned.batch_offsets, 1, 0, 0);
+  multipack::CollateOptions masked_batch;
+  masked_batch.attention_mask = "bool";
+  const multipack::Batch made = multipack::collate(
+      tokens, offsets, chosen.index, chosen.row_offsets, masked_batch, labels);
+  check(found.size() == 4, "the results of the TorchScript file");
+  check(found[0].toTensor().equal(made.input_ids), "its input_ids");
+  check(found[1].toTensor().equal(made.labels), "its labels");
+  check(found[2].toTensor().equal(made.cu_seqlens), "its cu_seqlens");
+  check(found[3].toTensor().equal(made.attention_mask), "its attention_mask");
+  check(made.input_ids.sizes() == at::IntArrayRef({1, 5}), "both samples in a row");
 
   std::cout << "all checks hold" << std::endl;
   return 0;

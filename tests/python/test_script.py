@@ -1,11 +1,13 @@
 """The ops in TorchScript: scripted, saved, loaded in a new process with and without the package."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from scripted import Planner
 from torch import Tensor
 
 import multipack
@@ -70,13 +72,16 @@ def test_a_scripted_plan_packs_whole_samples():
 
 
 def in_new_process(path, first_line: str) -> subprocess.CompletedProcess[str]:
-    code = f"""
+    return run_code(f"""
 import torch
 {first_line}
 module = torch.jit.load({str(path)!r})
 args = (torch.arange(10, 15), torch.tensor([0, 3, 5]), torch.tensor([1, 0]), torch.tensor([0, 2]))
 print(module(*args)[0].tolist())
-"""
+""")
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
         env=dict(os.environ),
@@ -97,6 +102,33 @@ def test_a_saved_module_runs_in_a_new_process(tmp_path, first_line):
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == str(Packer()(*ARGS)[0].tolist())
+
+
+def test_a_saved_planner_runs_where_only_torch_is_imported(tmp_path):
+    tokens, labels = torch.arange(10, 22), torch.arange(110, 122)
+    offsets = torch.tensor([0, 3, 5, 9, 12])
+    config = '{"sequence_len": 8, "gradient_accumulation_steps": 2, "balance_labels": true}'
+    torch.jit.script(Planner()).save(tmp_path / "planner.pt")
+
+    done = run_code(f"""
+import json
+import sys
+import torch
+torch.ops.load_library({str(multipack.library_path)!r})
+module = torch.jit.load({str(tmp_path / "planner.pt")!r})
+samples = torch.arange(10, 22), torch.arange(110, 122), torch.tensor([0, 3, 5, 9, 12])
+made = [[part.tolist() for part in module(*samples, {config!r}, k)] for k in range(2)]
+assert "multipack" not in sys.modules
+print(json.dumps(made))
+""")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    planned = ops.plan(offsets.diff(), *ops.label_counts(labels, offsets), config)
+    for k, found in enumerate(json.loads(done.stdout)):
+        chosen = ops.microbatch(*planned[:3], 1, 0, k)
+        batch = ops.collate(tokens, offsets, *chosen, labels=labels, attention_mask="bool")
+        parts = batch.input_ids, batch.labels, batch.cu_seqlens, batch.attention_mask
+        assert found == [part.tolist() for part in parts]
 
 
 def test_a_saved_module_without_the_library_fails_as_torch_does(tmp_path):
