@@ -245,6 +245,32 @@ def test_samples_of_which_only_some_have_labels_are_refused(tmp_path: Path) -> N
     assert str(error.value) == "3 of 4 samples have labels: give them to all, or to none"
 
 
+def test_a_sample_without_tokens_is_refused_by_its_number(tmp_path: Path) -> None:
+    trainer = PackedTrainer(
+        model=trainer_runs.tiny_llama(),
+        args=trainer_runs.arguments(tmp_path),
+        train_dataset=[*trainer_runs.chats(3), {"text": "one"}],
+        config=Config(sequence_len=24),
+    )
+    with pytest.raises(ValueError) as error:
+        trainer.get_train_dataloader()
+    assert str(error.value) == "sample 3 has no 'input_ids': tokenise the data set first"
+
+
+@pytest.mark.parametrize("kind", ["list", "hugging face"])
+def test_predictions_are_of_each_sample_in_order(kind: str, tmp_path: Path) -> None:
+    samples = trainer_runs.chats(7)
+    trainer = packed(tmp_path, per_device_eval_batch_size=3)
+    output = trainer.predict(datasets.Dataset.from_list(samples) if kind != "list" else samples)
+    assert len(output.predictions) == len(samples)
+    for sample, logits, labels in zip(samples, output.predictions, output.label_ids, strict=True):
+        length = len(sample["input_ids"])
+        alone = trainer.model(input_ids=torch.tensor([sample["input_ids"]])).logits[0]
+        np.testing.assert_allclose(logits[:length], alone.detach().numpy(), atol=1e-5)
+        assert labels[1:length].tolist() == sample["labels"][1:]
+        assert (labels[length:] == -100).all()
+
+
 def test_the_order_follows_the_trainer_s_seed(tmp_path: Path) -> None:
     def first(**keys: Any) -> Any:
         trainer = packed(tmp_path, **keys)

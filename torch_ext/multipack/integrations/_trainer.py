@@ -81,7 +81,8 @@ class PackedTrainer(Trainer):
     `dataloader_drop_last` is not looked at.
 
     The evaluation loss is the mean over all supervised tokens, so that it does not depend on how
-    the samples lie in batches. `predict` works as in any Trainer, with its own collator.
+    the samples lie in batches; `compute_metrics` is given rows of the plan, in its order. `predict`
+    pads each sample of its data set in a row of its own, in order.
 
     Args:
         model: A causal language model of transformers.
@@ -167,6 +168,21 @@ class PackedTrainer(Trainer):
             self._eval_loaders.append((eval_dataset, config, loader))
         return loader
 
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader of samples to predict, in order, each padded in a row of its own.
+
+        Args:
+            test_dataset: A data set of samples as for training; without labels all tokens have
+                one.
+        """
+        replaced = self.data_collator
+        self.data_collator = self._new_collator(Config(sample_packing=False), "eval")
+        try:
+            loader: DataLoader[Any] = super().get_test_dataloader(test_dataset)
+        finally:
+            self.data_collator = replaced
+        return loader
+
     def _loader(self, dataset: Any, split: Split) -> tuple[DataLoader[Any], MultipackBatchSampler]:
         """Plan a data set and return the loader of this rank's share."""
         collator = self._collator(split)
@@ -228,12 +244,7 @@ class PackedTrainer(Trainer):
     def _collator(self, split: Split) -> Collator:
         """Return what makes batches, with the settings that the trainer really has."""
         config = self._config()
-        if self._template is not None:
-            collator = copy.copy(self._template)
-        else:
-            model: Any = self.model
-            pad = getattr(self.processing_class, "pad_token_id", None)
-            collator = Collator.for_model(model, config, pad_token_id=pad, split=split)
+        collator = self._new_collator(config, split)
         if config.multipack_real_batches is None and layout(config, split) == "one_row":
             # A dense mask of one long row takes as much as those of its rows, squared.
             masked = collator.attention in _SCATTERED
@@ -252,6 +263,16 @@ class PackedTrainer(Trainer):
                     "multipack_real_batches and an attention with masks"
                 )
         refuse_context_parallelism(self.get_cp_size(), kind)
+        collator.config = config
+        return collator
+
+    def _new_collator(self, config: Config, split: Split) -> Collator:
+        """Return a collator with some settings: like the one given, or right for the model."""
+        if self._template is None:
+            model: Any = self.model
+            pad = getattr(self.processing_class, "pad_token_id", None)
+            return Collator.for_model(model, config, pad_token_id=pad, split=split)
+        collator = copy.copy(self._template)
         collator.config, collator.split = config, split
         return collator
 
@@ -515,12 +536,15 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
     """Read through a data set for lengths, label counts and label starts, 1000 samples at a time.
 
     Raises:
-        ValueError: If only some samples have labels.
+        ValueError: If a sample has no `input_ids`, or only some have labels.
     """
     lengths, counts, starts = [], [], []
     for first in range(0, len(dataset), 1000):
         samples = [dataset[i] for i in range(first, min(first + 1000, len(dataset)))]
         numbers = range(first, first + len(samples))
+        for number, sample in zip(numbers, samples, strict=True):
+            if "input_ids" not in sample:
+                raise ValueError(f"sample {number} has no 'input_ids': tokenise the data set first")
         sizes = [len(sample["input_ids"]) for sample in samples]
         lengths += sizes
         labels = [
