@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import trainer_runs
+import transformers
 from resume_cases import LAYOUTS
 from transformers import Trainer, TrainingArguments
 
 from multipack import Collator, Config
+from multipack.integrations import _trainer
 from multipack.integrations.hf import PackedTrainer
 
 
@@ -465,6 +467,18 @@ def test_streams_and_other_collators_are_refused(tmp_path: Path) -> None:
         packed(tmp_path, stream, max_steps=1)
     with pytest.raises(TypeError, match="data_collator is a function, but the batches of a plan"):
         packed(tmp_path, given={"data_collator": lambda batch: batch})
+
+
+def test_a_trainer_without_the_methods_that_are_replaced_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Trainer, "_run_epoch")
+    with pytest.raises(ImportError) as error:
+        _trainer._refuse_other_versions()
+    assert str(error.value) == (
+        f"the Trainer of transformers {transformers.__version__} has no _run_epoch, which "
+        "PackedTrainer replaces: install transformers 5.24"
+    )
 
 
 def test_a_plan_without_a_microbatch_is_an_error(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_convert
-from transformers import Trainer
+from transformers import Trainer, __version__
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints, seed_worker
 
 from multipack._config import Config, Split, layout
@@ -57,6 +57,36 @@ _OTHER_TRAINERS = {
 _SCATTERED = ("bool", "additive", "none")
 
 _FLAT_COLUMNS = {"input_ids", "labels", "attention_mask"}
+
+# Methods of the Trainer that are replaced here and are no part of its documented interface.
+_PRIVATE = (
+    "_get_num_items_in_batch",
+    "_init_training_state",
+    "_push_from_checkpoint",
+    "_run_epoch",
+    "_save_checkpoint",
+    "_track_num_input_tokens",
+    "get_cp_size",
+    "get_sp_size",
+    "get_tp_size",
+    "set_initial_training_values",
+)
+
+
+def _refuse_other_versions() -> None:
+    """Refuse a Trainer that would not call what is replaced: epochs or resuming would be wrong.
+
+    Raises:
+        ImportError: If it has no such method.
+    """
+    if missing := [name for name in _PRIVATE if not hasattr(Trainer, name)]:
+        raise ImportError(
+            f"the Trainer of transformers {__version__} has no {missing[0]}, which PackedTrainer "
+            "replaces: install transformers 5.24"
+        )
+
+
+_refuse_other_versions()
 
 
 class PackedTrainer(Trainer):
@@ -140,8 +170,8 @@ class PackedTrainer(Trainer):
         loader, self._train_plan = self._loader(self.train_dataset, "train")
         if len(self._train_plan) == 0:
             raise ValueError(
-                "the plan of the training data is empty: it does not fill one round of microbatches"
-                f"\n{self._train_plan.plan.stats}"
+                "the plan of the training data is empty: what is retained does not fill one round "
+                f"of microbatches\n{self._train_plan.plan.stats}"
             )
         return loader
 
