@@ -69,6 +69,15 @@ struct Set {
 }
 
 impl Set {
+    /// By tokens, then by labels, then by place: one number, which is quicker to sort by than four.
+    fn order(&self) -> u128 {
+        let [a, b, c] = self.members;
+        u128::from(self.tokens) << 96
+            | u128::from(self.labels) << 64
+            | u128::from(self.row) << 32
+            | u128::from(u32::from_be_bytes([0, a, b, c]))
+    }
+
     fn contains(&self, member: u32) -> bool {
         self.members[..self.len as usize]
             .iter()
@@ -261,7 +270,7 @@ struct Index {
 
 impl Index {
     fn of(mut sets: Vec<Set>) -> Index {
-        sets.sort_unstable_by_key(|set| (set.tokens, set.labels, set.row, set.members));
+        sets.sort_unstable_by_key(Set::order);
         let (mut sums, mut starts) = (Vec::new(), vec![0]);
         for equal in sets.chunk_by(|a, b| a.tokens == b.tokens) {
             sums.push(equal[0].tokens);
