@@ -13,7 +13,7 @@
 use super::Work;
 
 /// Times that all steps are paired.
-const ROUNDS: usize = 16;
+const ROUNDS: usize = 8;
 /// Exchanges of a pair in each round.
 const EXCHANGES: usize = 16;
 /// Samples of one length that are tried in each step.
@@ -67,16 +67,14 @@ struct Step<'a> {
 
 impl Step<'_> {
     /// Its places, those of one kind side by side, and not too many of them.
-    fn places(&self, work: &Work, starts: &[u32]) -> Vec<Vec<u32>> {
+    fn places(&self, work: &Work, starts: &[u32]) -> Vec<u32> {
         let of_batch = |&batch: &u32| starts[batch as usize]..starts[batch as usize + 1];
         let mut places: Vec<u32> = self.batches.iter().flat_map(of_batch).collect();
         places.sort_unstable_by_key(|&place| (work.kind(place), place));
         places
             .chunk_by(|&a, &b| work.kind(a) == work.kind(b))
-            .map(|alike| {
-                let stride = alike.len().div_ceil(MOST_ALIKE);
-                alike.iter().step_by(stride).copied().collect()
-            })
+            .flat_map(|alike| alike.iter().step_by(alike.len().div_ceil(MOST_ALIKE)))
+            .copied()
             .collect()
     }
 }
@@ -84,9 +82,10 @@ impl Step<'_> {
 /// Lets two steps exchange samples while that lowers the sum of squares; returns whether it did.
 fn exchange(work: &mut Work, low: &mut Step, high: &mut Step, starts: &[u32]) -> bool {
     let (ours, theirs) = (low.places(work, starts), high.places(work, starts));
+    let same = |&a: &u32, &b: &u32| work.kind(a) == work.kind(b);
     let mut alike = Vec::new();
-    let mut theirs = theirs.iter().peekable();
-    for ours in &ours {
+    let mut theirs = theirs.chunk_by(same).peekable();
+    for ours in ours.chunk_by(same) {
         let kind = work.kind(ours[0]);
         while theirs.next_if(|other| work.kind(other[0]) < kind).is_some() {}
         if let Some(other) = theirs.next_if(|other| work.kind(other[0]) == kind) {
