@@ -22,6 +22,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -214,9 +215,19 @@ Gradients backward_kernel(
     double dropout_p) {
   const Inputs inputs =
       check(q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
+  // Of autograd they are what they should be, but kernels would read on past shorter ones.
+  const std::array<int64_t, 2> by_head{inputs.heads(), inputs.tokens()};
+  TORCH_CHECK_VALUE(
+      grad_out.sizes() == q.sizes() && out.sizes() == q.sizes() &&
+          logsumexp.sizes() == at::IntArrayRef(by_head) &&
+          random.numel() == (dropout_p > 0 ? 2 : 0),
+      "grad_out, out, logsumexp and random are not those of a forward with this q and dropout_p");
   return route(
       inputs,
-      {grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous(), out, logsumexp, random});
+      {grad_out.stride(2) == 1 ? grad_out : grad_out.contiguous(),
+       out.contiguous(),
+       logsumexp.contiguous(),
+       random});
 }
 
 Forward call_forward(

@@ -21,8 +21,9 @@
 //
 // Tasks are dealt out longest first to torch's own threads. Forward, a task is a block of queries;
 // backward it is a segment and key head, since its query heads add to the same gradient. So one
-// long segment keeps H_kv threads busy, and many short ones all of them. A result does not depend
-// on the number of threads.
+// long segment keeps H_kv threads busy, and many short ones all of them. Sums are made in one order
+// whatever the number of threads; only what BLAS makes of that number can change the last digits
+// (MKL takes another kernel for head sizes such as 80).
 //
 // Beside the results it needs a few tiles for each thread, and for half precision the keys, values
 // and their gradients of the segment at hand in float32.

@@ -472,6 +472,18 @@ def test_wrong_shapes_are_refused(q, k, v, text):
     assert refused(ValueError, *tensors, torch.tensor([0, 4])) == text
 
 
+def test_a_backward_of_another_forward_is_refused():
+    """Kernels would read past the end."""
+    q, k, v, grad_out = make()
+    options = (BORDERS, None, True, None, None, 0.0)
+    out, logsumexp, random = torch.ops.multipack._attention_forward(q, k, v, *options)
+    saved = [grad_out, q, k, v, out, logsumexp, random]
+    for place in (0, 4, 5):
+        cut = [x[:1] if i == place else x for i, x in enumerate(saved)]
+        with pytest.raises(ValueError, match="are not those of a forward with this q"):
+            torch.ops.multipack._attention_backward(*cut, *options)
+
+
 def test_wrong_dtypes_are_refused():
     q, k, v, _ = make(dtype=torch.float32)
 

@@ -471,6 +471,24 @@ def test_a_pad_id_inside_a_sample_is_a_token() -> None:
     assert batch["labels"].tolist() == [[IGNORED, 0, 6]]
 
 
+@pytest.mark.parametrize("form", [list, lambda ids: np.array(ids, np.uint64)])
+def test_integers_that_int64_does_not_hold_are_refused(form: Any) -> None:
+    """They would come out negative."""
+    assert error_of(ValueError, [{"input_ids": form([2**63])}]) == (
+        "input_ids of sample 0 has 9223372036854775808, but integers are int64, up to "
+        "9223372036854775807"
+    )
+
+
+def test_a_mask_that_is_no_integer_is_refused() -> None:
+    batch = [{"input_ids": [1, 2], "attention_mask": np.ones(2, np.float32)}]
+
+    assert error_of(TypeError, batch) == (
+        "attention_mask of sample 0 is an array of float32, but must hold integers; drop the key "
+        "if no model takes it"
+    )
+
+
 def test_positions_that_count_from_0_are_taken_and_others_refused() -> None:
     batch: list[Sample] = [
         {"input_ids": [1, 2], "position_ids": [0, 1]},
@@ -514,6 +532,12 @@ def test_positions_with_an_axis_for_time_height_and_width_are_refused() -> None:
             {},
             ValueError,
             "the rows of the microbatch are empty: every row has at least one sample",
+        ),
+        (
+            [{"input_ids": []}, {"input_ids": []}],
+            {},
+            ValueError,
+            "all samples of the microbatch are empty: leave them out, as the sampler does",
         ),
         (
             [{"input_ids": [1]}, [{"input_ids": [1]}]],

@@ -24,6 +24,7 @@ Sample: TypeAlias = "Mapping[str, Any]"
 PAIR = ("chosen_", "rejected_")
 # Tokens of a run that torch joins on one thread, whatever comes with the last sample of it.
 _SHORT = 16_384
+_MOST = 2**63 - 1  # of int64
 _KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "loss_weights")
 
 
@@ -304,6 +305,7 @@ def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
 
     Raises:
         TypeError: If it is something else.
+        ValueError: If an integer does not fit int64.
     """
     if isinstance(values, list):
         try:
@@ -326,13 +328,17 @@ def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
         wanted = f"one number for each token, of shape ({part.shape[-1] if part.ndim else 'L'},)"
         raise TypeError(f"{key} of sample {sample} has shape {part.shape}, but must be {wanted}")
     if part.dtype.kind not in kinds and (part.size > 0 or part.dtype == object):
-        kind = "integers" if kinds == "iu" else "numbers, one for each token or one for the sample"
+        kind = "numbers, one for each token or one for the sample" if "f" in kinds else "integers"
         found = type(values).__name__
         if isinstance(values, np.ndarray):
             found = f"an array of {part.dtype}"
         raise TypeError(
             f"{key} of sample {sample} is {found}, but must hold {kind}; drop the key if no model "
             "takes it"
+        )
+    if part.dtype == np.uint64 and part.size > 0 and int(part.max()) > _MOST:
+        raise ValueError(
+            f"{key} of sample {sample} has {part.max()}, but integers are int64, up to {_MOST}"
         )
     if part.dtype.kind in "iu" or part.size == 0:
         return part if part.dtype == np.int32 else part.astype(np.int64, copy=False)

@@ -275,10 +275,11 @@ class Collator:
         Raises:
             TypeError: If a key holds something that cannot be collated; labels that are one number
                 for each sample among it.
-            ValueError: If there are no samples, a row is empty, keys of a sample differ in length,
-                only some samples have a key, a sample holds padding or a key that the collator
-                makes, one is longer than `sequence_len` and not to be truncated, there are more
-                segments than `max_segments`, or the sampler's settings are not the collator's.
+            ValueError: If there are no samples or only empty ones, a row is empty, keys of a sample
+                differ in length, only some samples have a key, a sample holds padding, an integer
+                beyond int64 or a key that the collator makes, one is longer than `sequence_len` and
+                not to be truncated, there are more segments than `max_segments`, or the sampler's
+                settings are not the collator's.
         """
         items, row_offsets = join_rows(batch, self.config, self.split)
         samples = Samples(items)
@@ -358,8 +359,8 @@ def lay_out(
         dict[str, Any]: As from a call of the collator, without further keys.
 
     Raises:
-        ValueError: If a sample is longer than `sequence_len` and not to be truncated, there are
-            more segments than `max_segments`, or as for the op.
+        ValueError: If all samples are empty, one is longer than `sequence_len` and not to be
+            truncated, there are more segments than `max_segments`, or as for the op.
         IndexError: If an index is out of range.
     """
     config = collator.config
@@ -521,12 +522,16 @@ def _to_the_end(borders: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) -> int:
-    """Return the longest sample after truncation, and refuse over-long ones without it.
+    """Return the longest sample after truncation; refuse over-long ones without it, or no tokens.
 
-    The planner leaves them out, so that the lengths that it was given were others.
+    The planner leaves both out, so that the lengths that it was given were others.
     """
     lengths = offsets[index + 1] - offsets[index]
     longest, bound = int(lengths.max()), config.sequence_len
+    if longest == 0:
+        raise ValueError(
+            "all samples of the microbatch are empty: leave them out, as the sampler does"
+        )
     if bound is None or longest <= bound:
         return longest
     if config.excess_length_strategy == "truncate":
