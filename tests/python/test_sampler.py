@@ -372,6 +372,32 @@ def test_epochs_advance_by_themselves() -> None:
     assert made.epoch == 3
 
 
+def test_epochs_advance_in_a_loop_that_counts_its_batches() -> None:
+    """C68, C72: such a loop never comes to the end of an iteration."""
+
+    def take(sampler: MultipackBatchSampler, n: int) -> list[Any]:
+        batches = iter(sampler)
+        return [next(batches) for _ in range(n)]
+
+    sampler = MultipackBatchSampler(range(1, 41), sequence_len=64)
+    epochs = [list(sampler) for _ in range(3)]
+    n = len(epochs[0])
+    assert epochs[0] != epochs[1]
+
+    counted = MultipackBatchSampler(range(1, 41), sequence_len=64)
+    assert [take(counted, n) for _ in range(3)] == epochs
+    assert counted.epoch == 3
+    counted.set_epoch(1)
+    assert take(counted, n) == epochs[1]
+    counted.set_epoch(1)
+    assert take(counted, n) == epochs[1]
+
+    resumed = MultipackBatchSampler(range(1, 41), sequence_len=64)
+    resumed.load_state_dict({"epoch": 0, "batches": 2})
+    assert take(resumed, n - 2) == epochs[0][2:]
+    assert take(resumed, n) == epochs[1]
+
+
 def test_set_epoch_gives_the_order_of_that_epoch_whenever_it_comes() -> None:
     made = sampler()
     orders = []

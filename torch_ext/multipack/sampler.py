@@ -53,6 +53,8 @@ class _Pass:
     count: int = 0
     yielded: int = 0
     consumed: int = 0
+    again: bool = False
+    """Whether `set_epoch` has asked for the same epoch since."""
     fault: str | None = None
     """Why the position of this iteration is not known; None: it is."""
 
@@ -71,6 +73,8 @@ class _Batches(Iterator[Batch]):
 
     def _begin(self) -> None:
         sampler = self._sampler
+        if sampler._passed():
+            sampler._epoch, sampler._start = sampler.epoch, 0
         self._plan = sampler.plan
         self._pass = _Pass(sampler._epoch, sampler._start, sampler._count(self._plan))
         sampler._latest, sampler._loaded = self._pass, False
@@ -217,7 +221,7 @@ class MultipackBatchSampler(Sampler[Batch]):
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration belongs to."""
-        return self._epoch
+        return self._epoch + self._passed()
 
     @property
     def plan(self) -> Plan:
@@ -251,6 +255,7 @@ class MultipackBatchSampler(Sampler[Batch]):
                     stacklevel=2,
                 )
             self._go_to(epoch, 0)
+        self._latest.again = True
 
     def total_steps(self, epochs: int) -> int:
         """Count the optimizer steps of a training, an incomplete last step of each epoch included.
@@ -518,6 +523,16 @@ class MultipackBatchSampler(Sampler[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         # A plan is made again where it is needed, for less than it would cost to send.
         return {**self.__dict__, "_plans": {}}
+
+    def _passed(self) -> bool:
+        """Whether the current epoch has been yielded whole, and was not asked for again.
+
+        A loop that counts batches, as Lightning's does, never asks for one more than there are, and
+        so never comes to the end of an iteration.
+        """
+        latest = self._latest
+        whole = 0 < latest.count <= latest.start + latest.yielded
+        return whole and latest.epoch == self._epoch and not latest.again
 
     @property
     def _ranks_yielded(self) -> int:
