@@ -124,6 +124,7 @@ class FourProcesses:
     split_batches = False
     dispatch_batches: bool | None = None
     parallelism_config: Any = None
+    gradient_accumulation_steps = 1
 
 
 class Parallelism:
@@ -139,6 +140,12 @@ class Parallelism:
         ({"split_batches": True}, {}, "all", "the Accelerator has split_batches, which would cut"),
         ({"dispatch_batches": True}, {}, "all", "the Accelerator has dispatch_batches, which wou"),
         ({}, {"world_size": 2}, "all", "the plan has world_size 2, but the Accelerator has 4 data"),
+        (
+            {"gradient_accumulation_steps": 4},
+            {"gradient_accumulation_steps": 2},
+            "all",
+            "the plan has gradient_accumulation_steps 2, but the Accelerator has 4: plan for as ma",
+        ),
         (
             {"parallelism_config": Parallelism(tp=2)},
             {},

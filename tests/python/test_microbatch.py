@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -37,10 +38,28 @@ def packed(config: Config, collator: Collator) -> Any:
     """Make the loader of flat buffers."""
     sampler = MultipackBatchSampler(LENGTHS, config=config)
     tokens = torch.cat([torch.tensor(sample["input_ids"]) for sample in SAMPLES])
-    offsets = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    offsets = [0, *itertools.accumulate(len(sample["input_ids"]) for sample in SAMPLES)]
     return DataLoader(
         PackedDataset(tokens, offsets, collator=collator), sampler=sampler, batch_size=None
     )
+
+
+@pytest.mark.parametrize("make", [rows, in_workers, packed])
+@pytest.mark.parametrize("count", [5, 7])
+def test_lengths_of_another_data_set_are_refused(
+    make: Make, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples whose lengths are forgotten would never be trained on."""
+    monkeypatch.setattr(f"{__name__}.SAMPLES", (SAMPLES * 2)[:count])
+    config = Config(sequence_len=8)
+    loader = make(config, Collator(config, attention="none"))
+
+    with pytest.raises(
+        ValueError,
+        match=f"the sampler was given 6 lengths, but the data set has {count} samples: give it the "
+        "length of each",
+    ):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("make", [rows, in_workers, packed])

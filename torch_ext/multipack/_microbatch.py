@@ -58,12 +58,39 @@ class Terms(NamedTuple):
 
 
 class Microbatch(list[Any]):
-    """Samples or rows of samples, or their indices, with the terms that they were planned on."""
+    """Samples or rows of samples, or their indices, with the terms that they were planned on.
 
-    __slots__ = ("terms",)
+    Args:
+        items: What it holds.
+        terms (Terms): The settings.
+        samples (int): How many samples were planned, retained or not.
+    """
 
+    __slots__ = ("samples", "terms")
+
+    samples: int
     terms: Terms
 
-    def __init__(self, items: Iterable[Any], terms: Terms) -> None:
+    def __init__(self, items: Iterable[Any], terms: Terms, samples: int) -> None:
         super().__init__(items)
         self.terms = terms
+        self.samples = samples
+
+    def filled(self, items: Iterable[Any]) -> Microbatch:
+        """Return one that holds the samples themselves."""
+        return Microbatch(items, self.terms, self.samples)
+
+    def check_data(self, count: int) -> None:
+        """Refuse a data set that is not the one whose lengths were planned.
+
+        Args:
+            count (int): The samples of the data set.
+
+        Raises:
+            ValueError: If there are more or fewer than were planned.
+        """
+        if count != self.samples:
+            raise ValueError(
+                f"the sampler was given {self.samples} lengths, but the data set has {count} "
+                "samples: give it the length of each"
+            )

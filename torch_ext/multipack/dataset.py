@@ -65,7 +65,12 @@ class RowDataset(Dataset[Any]):
 
         Returns:
             list: Samples, or rows of samples, in the places of their indices.
+
+        Raises:
+            ValueError: If the sampler was given fewer or more lengths than there are samples.
         """
+        if isinstance(batch, Microbatch) and hasattr(self.dataset, "__len__"):
+            batch.check_data(len(self.dataset))
         in_rows = len(batch) > 0 and isinstance(batch[0], list)
         rows = batch if in_rows else [batch]
         flat = [index for row in rows for index in row]
@@ -78,7 +83,7 @@ class RowDataset(Dataset[Any]):
         following = iter(samples)
         filled = [[next(following) for _ in row] for row in rows]
         items = filled if in_rows else filled[0]
-        return Microbatch(items, batch.terms) if isinstance(batch, Microbatch) else items
+        return batch.filled(items) if isinstance(batch, Microbatch) else items
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -219,13 +224,16 @@ class PackedDataset(Dataset[dict[str, Any]]):
         Raises:
             IndexError: If an index is out of range.
             TypeError: If it is a single index.
-            ValueError: As for `Collator`.
+            ValueError: As for `Collator`; if the sampler was given fewer or more lengths than there
+                are samples.
         """
         if not isinstance(batch, Sequence):
             raise TypeError(
                 f"a microbatch is a list of samples or of rows, not {batch!r}: give the DataLoader "
                 "sampler=sampler and batch_size=None"
             )
+        if isinstance(batch, Microbatch):
+            batch.check_data(len(self))
         collator = self.collator
         samples, row_offsets = join_rows(batch, collator.config, collator.split)
         repeats = [isinstance(sample, Repeat) for sample in samples]

@@ -92,7 +92,7 @@ class _Batches(Iterator[Batch]):
         rows = sampler._rows(self._plan, number)
         current.yielded += 1
         fixed = sampler._layout in ("padded", "flattened")
-        return Microbatch(rows[0] if fixed else rows, self._terms)
+        return Microbatch(rows[0] if fixed else rows, self._terms, len(sampler._lengths))
 
     def state_dict(self) -> dict[str, Any]:
         state = self._sampler._state(self._pass, self._pass.yielded)

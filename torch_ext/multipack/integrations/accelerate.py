@@ -159,6 +159,13 @@ def _refuse(accelerator: Any, sampler: MultipackBatchSampler, ranks: int) -> Non
                 f"the Accelerator has {name}, which would cut microbatches up: leave it out"
             )
     config = sampler.config
+    accumulation = accelerator.gradient_accumulation_steps
+    # At 1, a loop may accumulate by itself.
+    if sampler.split == "train" and accumulation not in (1, config.gradient_accumulation_steps):
+        raise ValueError(
+            f"the plan has gradient_accumulation_steps {config.gradient_accumulation_steps}, but "
+            f"the Accelerator has {accumulation}: plan for as many"
+        )
     if config.world_size != ranks:
         raise ValueError(
             f"the plan has world_size {config.world_size}, but the Accelerator has {ranks} "
