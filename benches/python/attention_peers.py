@@ -85,7 +85,7 @@ def compare_ops(tokens: int, samples: int, runs: int) -> None:
     borders = torch.linspace(0, tokens, samples + 1).int()
     lengths = borders.diff()
     longest = int(lengths.max())
-    mask = multipack.block_mask(torch.arange(samples).repeat_interleave(lengths))[0]
+    mask = multipack.block_mask(torch.arange(samples).repeat_interleave(lengths))
 
     def by_head(x: Tensor) -> Tensor:
         return x.detach().transpose(0, 1).contiguous().requires_grad_()
@@ -94,12 +94,13 @@ def compare_ops(tokens: int, samples: int, runs: int) -> None:
         out = multipack.attention(q, k, v, borders, max_seqlen=longest)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
-    heads_first = [by_head(x) for x in (q, k, v)]
+    # Of four dimensions: for fewer, torch leaves out its fused kernel.
+    batch = [by_head(x)[None].detach().requires_grad_() for x in (q, k, v)]
 
     def masked() -> Result:
-        out = scaled_dot_product_attention(*heads_first, attn_mask=mask)
-        gradients = torch.autograd.grad(out, heads_first, grad_out.transpose(0, 1))
-        return [x.detach().transpose(0, 1) for x in (out, *gradients)]
+        out = scaled_dot_product_attention(*batch, attn_mask=mask)
+        gradients = torch.autograd.grad(out, batch, grad_out.transpose(0, 1)[None])
+        return [x.detach()[0].transpose(0, 1) for x in (out, *gradients)]
 
     each = [
         [by_head(x[start:end])[None].detach().requires_grad_() for x in (q, k, v, grad_out)]
