@@ -38,6 +38,7 @@ def test_the_wheel_holds_the_package_the_library_and_nothing_else(wheel):
         for path in (ROOT / "torch_ext" / "multipack").rglob("*.py")
     }
     assert names == sources | {
+        "multipack/cli/report.html",
         "multipack/py.typed",
         "multipack/lib/libmultipack.so",
         "multipack/lib/libmultipack.json",
