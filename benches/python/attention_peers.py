@@ -18,6 +18,7 @@ alone, or of the padded batch.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import time
 from collections.abc import Callable
@@ -155,7 +156,9 @@ def compare_steps(runs: int) -> None:
         implementation: str, attention: str, rows: list[list[dict[str, object]]], **keys: object
     ):
         torch.manual_seed(SEED)
-        model = LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+        # A configuration of its own: the implementation is written into it.
+        own = copy.deepcopy(config)
+        model = LlamaForCausalLM._from_config(own, attn_implementation=implementation)
         collator = multipack.Collator(attention=attention, **keys)
 
         def step() -> Result:
