@@ -52,13 +52,15 @@ lint: .venv/requirements.stamp
 	mypy
 
 bench: build
-	cargo bench
+	cargo bench --bench plan --bench batch
 	python benches/python/plan_peers.py
 	python benches/python/attention_peers.py
 	python benches/python/attention_peers.py --step
 	python benches/python/loader.py
 	python benches/python/balance_peers.py
 	python benches/python/batch_peers.py
+	# Last, for it fails where doubling the samples costs too much, which would end the others.
+	cargo bench --bench scaling
 
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"
