@@ -43,6 +43,7 @@ test-resume: build
 
 lint: .venv/requirements.stamp
 	cargo fmt --check
+	clang-format --dry-run --Werror $(shell git ls-files '*.cpp' '*.h')
 	cargo clippy --all-targets -- -D warnings
 	cargo clippy --all-targets $(TORCH) -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps

@@ -42,13 +42,7 @@ std::vector<int64_t> host_borders(const Inputs& inputs) {
   for (size_t i = 1; i < borders.size(); ++i) {
     const int64_t length = borders[i] - borders[i - 1];
     TORCH_CHECK_VALUE(
-        length >= 0,
-        "cu_seqlens falls from ",
-        borders[i - 1],
-        " to ",
-        borders[i],
-        " at entry ",
-        i);
+        length >= 0, "cu_seqlens falls from ", borders[i - 1], " to ", borders[i], " at entry ", i);
     TORCH_CHECK_VALUE(
         !inputs.max_seqlen || length <= *inputs.max_seqlen,
         "segment ",
@@ -124,8 +118,7 @@ Inputs check(
   check_qkv("k", k, q);
   check_qkv("v", v, q);
   TORCH_CHECK_VALUE(q.size(2) > 0, "q has shape ", q.sizes(), ": the head size must not be 0");
-  TORCH_CHECK_VALUE(
-      k.size(1) == v.size(1), "k has ", k.size(1), " heads, but v has ", v.size(1));
+  TORCH_CHECK_VALUE(k.size(1) == v.size(1), "k has ", k.size(1), " heads, but v has ", v.size(1));
   TORCH_CHECK_VALUE(
       k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0,
       "q has ",
@@ -213,8 +206,7 @@ Gradients backward_kernel(
     Window window,
     Scale scale,
     double dropout_p) {
-  const Inputs inputs =
-      check(q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
+  const Inputs inputs = check(q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
   // Of autograd they are what they should be, but kernels would read on past shorter ones.
   const std::array<int64_t, 2> by_head{inputs.heads(), inputs.tokens()};
   TORCH_CHECK_VALUE(
@@ -230,7 +222,8 @@ Gradients backward_kernel(
        random});
 }
 
-Forward call_forward(
+// The ops as the dispatcher calls them.
+using AttentionOp = Tensor(
     const Tensor& q,
     const Tensor& k,
     const Tensor& v,
@@ -239,23 +232,18 @@ Forward call_forward(
     bool causal,
     Window window,
     Scale scale,
-    double dropout_p) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("multipack::_attention_forward", "")
-                             .typed<Forward(
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 Length,
-                                 bool,
-                                 Window,
-                                 Scale,
-                                 double)>();
-  return op.call(q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
-}
-
-Gradients call_backward(
+    double dropout_p);
+using ForwardOp = Forward(
+    const Tensor& q,
+    const Tensor& k,
+    const Tensor& v,
+    const Tensor& cu_seqlens,
+    Length max_seqlen,
+    bool causal,
+    Window window,
+    Scale scale,
+    double dropout_p);
+using BackwardOp = Gradients(
     const Tensor& grad_out,
     const Tensor& q,
     const Tensor& k,
@@ -268,37 +256,23 @@ Gradients call_backward(
     bool causal,
     Window window,
     Scale scale,
-    double dropout_p) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("multipack::_attention_backward", "")
-                             .typed<Gradients(
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 Length,
-                                 bool,
-                                 Window,
-                                 Scale,
-                                 double)>();
-  return op.call(
-      grad_out,
-      q,
-      k,
-      v,
-      out,
-      logsumexp,
-      random,
-      cu_seqlens,
-      max_seqlen,
-      causal,
-      window,
-      scale,
-      dropout_p);
+    double dropout_p);
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+template <typename... Args>
+Forward call_forward(const Args&... args) {
+  static const auto op = find<ForwardOp>("multipack::_attention_forward");
+  return op.call(args...);
+}
+
+template <typename... Args>
+Gradients call_backward(const Args&... args) {
+  static const auto op = find<BackwardOp>("multipack::_attention_backward");
+  return op.call(args...);
 }
 
 struct Differentiable : torch::autograd::Function<Differentiable> {
@@ -350,36 +324,10 @@ struct Differentiable : torch::autograd::Function<Differentiable> {
 // The backward as autograd sees it where it is asked to record: a step that cannot be taken once
 // more. Without this the second derivative would be silently zero.
 struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable> {
-  static variable_list forward(
-      AutogradContext*,
-      const Tensor& grad_out,
-      const Tensor& q,
-      const Tensor& k,
-      const Tensor& v,
-      const Tensor& out,
-      const Tensor& logsumexp,
-      const Tensor& random,
-      const Tensor& cu_seqlens,
-      const Length& max_seqlen,
-      bool causal,
-      Window window,
-      Scale scale,
-      double dropout_p) {
+  template <typename... Args>
+  static variable_list forward(AutogradContext*, const Args&... args) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [grad_q, grad_k, grad_v] = call_backward(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        logsumexp,
-        random,
-        cu_seqlens,
-        max_seqlen,
-        causal,
-        window,
-        scale,
-        dropout_p);
+    auto [grad_q, grad_k, grad_v] = call_backward(args...);
     return {grad_q, grad_k, grad_v};
   }
 
@@ -401,8 +349,7 @@ Tensor attention_autograd(
     Window window,
     Scale scale,
     double dropout_p) {
-  return Differentiable::apply(
-      q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
+  return Differentiable::apply(q, k, v, cu_seqlens, max_seqlen, causal, window, scale, dropout_p);
 }
 
 Gradients backward_autograd(
@@ -466,18 +413,7 @@ Tensor attention_autocast(
     double dropout_p) {
   c10::impl::ExcludeDispatchKeyGuard below_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("multipack::attention", "")
-                             .typed<Tensor(
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 const Tensor&,
-                                 Length,
-                                 bool,
-                                 Window,
-                                 Scale,
-                                 double)>();
+  static const auto op = find<AttentionOp>("multipack::attention");
   const auto cast = [](const Tensor& x) {
     return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device);
   };

@@ -47,13 +47,33 @@
 // BLAS as libtorch_cpu exports it: Fortran's, column by column, every argument by address.
 extern "C" {
 void sgemm_(
-    const char* transa, const char* transb, const int* m, const int* n, const int* k,
-    const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
-    const float* beta, float* c, const int* ldc);
+    const char* transa,
+    const char* transb,
+    const int* m,
+    const int* n,
+    const int* k,
+    const float* alpha,
+    const float* a,
+    const int* lda,
+    const float* b,
+    const int* ldb,
+    const float* beta,
+    float* c,
+    const int* ldc);
 void dgemm_(
-    const char* transa, const char* transb, const int* m, const int* n, const int* k,
-    const double* alpha, const double* a, const int* lda, const double* b, const int* ldb,
-    const double* beta, double* c, const int* ldc);
+    const char* transa,
+    const char* transb,
+    const int* m,
+    const int* n,
+    const int* k,
+    const double* alpha,
+    const double* a,
+    const int* lda,
+    const double* b,
+    const int* ldb,
+    const double* beta,
+    double* c,
+    const int* ldc);
 }
 
 // One copy of a function for each generation of vector units, chosen when the library is loaded.
@@ -326,9 +346,7 @@ struct Sight {
   bool causal;
 
   int64_t first(int64_t query) const { return std::max<int64_t>(0, query - window + 1); }
-  int64_t end(int64_t query) const {
-    return causal ? query + 1 : std::min(length, query + window);
-  }
+  int64_t end(int64_t query) const { return causal ? query + 1 : std::min(length, query + window); }
 };
 
 // Dropout for one row of a tile, by a generator that counts: the number for a query and key is the
@@ -336,8 +354,7 @@ struct Sight {
 // each count.
 class Dropout {
  public:
-  Dropout(const Inputs& in, const at::Tensor& random)
-      : p_(in.dropout_p), tokens_(in.tokens()) {
+  Dropout(const Inputs& in, const at::Tensor& random) : p_(in.dropout_p), tokens_(in.tokens()) {
     if (active()) {
       seed_ = static_cast<uint64_t>(random.const_data_ptr<int64_t>()[0]);
     }
@@ -439,8 +456,7 @@ class ForwardPass {
       for (int64_t j0 = first; j0 < end; j0 += block_k) {
         const int64_t j1 = std::min(j0 + block_k, end), keys = j1 - j0;
         const Rows<T> s{scores, keys};
-        multiply<T>(
-            false, true, count, keys, size, T(in_.scale), q, k.from(j0 - k0), T(0), s);
+        multiply<T>(false, true, count, keys, size, T(in_.scale), q, k.from(j0 - k0), T(0), s);
         for (int64_t i = 0; i < count; ++i) {
           const int64_t query = q0 + i;
           const int64_t a = std::clamp(sight.first(query), j0, j1) - j0;
@@ -462,14 +478,12 @@ class ForwardPass {
           }
           total[i] += sum;
           if (dropout_.active()) {
-            dropout_.for_each<T>(
-                head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
-                  row[a + n] *= factor;
-                });
+            dropout_.for_each<T>(head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
+              row[a + n] *= factor;
+            });
           }
         }
-        multiply<T>(
-            false, false, count, size, keys, T(1), s, v.from(j0 - k0), T(j0 > first), sums);
+        multiply<T>(false, false, count, size, keys, T(1), s, v.from(j0 - k0), T(j0 > first), sums);
       }
       const Rows<S> out = out_.rows(c.start + q0, head);
       T* const logsumexp = logsumexp_ + head * in_.tokens() + c.start + q0;
@@ -564,8 +578,7 @@ class BackwardPass {
     const int64_t size = in_.head_size(), count = q1 - q0, token = c.start + q0;
     const Sight sight{c.length, in_.window, in_.causal};
     const auto q = widened<S, T>(q_.rows(token, head), count, size, scratch.q);
-    const auto grad_out =
-        widened<S, T>(grad_out_.rows(token, head), count, size, scratch.grad_out);
+    const auto grad_out = widened<S, T>(grad_out_.rows(token, head), count, size, scratch.grad_out);
     const Rows<S> into_q = grad_q_.rows(token, head);
     const auto grad_q = accumulator<S, T>(into_q, count, size, scratch.grad_q);
     const Rows<const S> out = out_.rows(token, head);
@@ -601,16 +614,14 @@ class BackwardPass {
           scores_gradient(weights, grads, b - a, delta[i], T(in_.scale));
           continue;
         }
-        dropout_.for_each<T>(
-            head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
-              grads[n] = weights[n] * (grads[n] * factor - delta[i]) * T(in_.scale);
-              weights[n] *= factor;
-            });
+        dropout_.for_each<T>(head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
+          grads[n] = weights[n] * (grads[n] * factor - delta[i]) * T(in_.scale);
+          weights[n] *= factor;
+        });
       }
       multiply<T>(true, false, keys, size, count, T(1), p, grad_out, T(1), grad_v.from(j0));
       multiply<T>(true, false, keys, size, count, T(1), ds, q, T(1), grad_k.from(j0));
-      multiply<T>(
-          false, false, count, size, keys, T(1), ds, k.from(j0), T(j0 > first), grad_q);
+      multiply<T>(false, false, count, size, keys, T(1), ds, k.from(j0), T(j0 > first), grad_q);
     }
     round_into<S, T>(into_q, grad_q, count, size);
   }

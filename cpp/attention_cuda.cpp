@@ -71,7 +71,10 @@ struct Varlen {
 bool flash_runs(const at::Tensor& q) {
   static std::array<std::atomic<int>, 64> known{}; // by device: 0 not tried, 1 runs, 2 does not
   const auto device = static_cast<size_t>(q.device().index());
-  TORCH_CHECK(device < known.size(), "multipack::attention keeps track of 64 devices, but q is on ", q.device());
+  TORCH_CHECK(
+      device < known.size(),
+      "multipack::attention keeps track of 64 devices, but q is on ",
+      q.device());
   if (known[device] == 0) {
     try {
       const at::Tensor probe = at::zeros({1, 1, 64}, q.options().dtype(at::kHalf));
@@ -119,9 +122,10 @@ struct Reach {
 
 // For the efficient kernel: a batch of one, and each key head as often as queries use it.
 at::Tensor as_batch(const Inputs& in, const at::Tensor& x) {
-  const at::Tensor heads = x.size(1) == in.heads()
-      ? x
-      : x.unsqueeze(2).expand({-1, -1, in.heads_per_kv(), -1}).flatten(1, 2);
+  const at::Tensor heads =
+      x.size(1) == in.heads()
+          ? x
+          : x.unsqueeze(2).expand({-1, -1, in.heads_per_kv(), -1}).flatten(1, 2);
   return heads.unsqueeze(0);
 }
 
@@ -161,9 +165,7 @@ at::Tensor by_segment(const Inputs& in, const Varlen& varlen, const at::Tensor& 
   const Stand stand(in, varlen, room);
   // Infinite where no token stands, as the kernel itself leaves it: a weight of zero.
   at::Tensor padded = at::full(
-      {segments + 1, room, in.heads()},
-      std::numeric_limits<float>::infinity(),
-      by_token.options());
+      {segments + 1, room, in.heads()}, std::numeric_limits<float>::infinity(), by_token.options());
   padded.index_put_({stand.segment, stand.place}, by_token.transpose(0, 1));
   return padded.narrow(0, 0, segments).permute({0, 2, 1}).contiguous();
 }
@@ -244,9 +246,8 @@ Gradients cuda_backward(const Inputs& in, const Saved& saved) {
         at::zeros(in.k.sizes(), in.k.options()),
         at::zeros(in.v.sizes(), in.v.options())};
   }
-  const at::Tensor random = in.dropout_p > 0
-      ? saved.random
-      : at::zeros({2}, in.q.options().dtype(at::kLong));
+  const at::Tensor random =
+      in.dropout_p > 0 ? saved.random : at::zeros({2}, in.q.options().dtype(at::kLong));
   if (route == Route::flash) {
     const Reach reach(in);
     const auto [grad_q, grad_k, grad_v] = at::_flash_attention_backward_symint(
@@ -292,9 +293,8 @@ Gradients cuda_backward(const Inputs& in, const Saved& saved) {
   // What query heads that share a key head give to it is added up.
   const auto shared = [&](const at::Tensor& grad) {
     const at::Tensor by_head = varlen.clean(grad.squeeze(0));
-    return in.heads_per_kv() == 1
-        ? by_head
-        : by_head.unflatten(1, {in.kv_heads(), in.heads_per_kv()}).sum(2);
+    return in.heads_per_kv() == 1 ? by_head
+                                  : by_head.unflatten(1, {in.kv_heads(), in.heads_per_kv()}).sum(2);
   };
   return {varlen.clean(grad_q.squeeze(0)), shared(grad_k), shared(grad_v)};
 }

@@ -168,8 +168,7 @@ Gradients portable_backward(const Inputs& in, const Saved& saved) {
     const at::Tensor k = key_rows(in, in.k, b);
     const at::Tensor v = key_rows(in, in.v, b);
     const at::Tensor grad_out = folded_rows(in, saved.grad_out, b);
-    const at::Tensor delta =
-        (grad_out * folded_rows(in, saved.out, b)).sum(-1, /*keepdim=*/true);
+    const at::Tensor delta = (grad_out * folded_rows(in, saved.out, b)).sum(-1, /*keepdim=*/true);
     at::Tensor p = scores_of(in, b, q, k);
     p.sub_(folded_rows(in, as_column(saved.logsumexp), b)).exp_();
     at::Tensor grad_p = at::matmul(grad_out, v.transpose(-1, -2));
@@ -185,9 +184,7 @@ Gradients portable_backward(const Inputs& in, const Saved& saved) {
     rows(grad_k, b.run, b.k0, b.k1).add_(at::matmul(grad_scores.transpose(-1, -2), q));
   });
   return {
-      grad_q.to(in.q.scalar_type()),
-      grad_k.to(in.q.scalar_type()),
-      grad_v.to(in.q.scalar_type())};
+      grad_q.to(in.q.scalar_type()), grad_k.to(in.q.scalar_type()), grad_v.to(in.q.scalar_type())};
 }
 
 } // namespace multipack::attention

@@ -75,8 +75,7 @@ at::Tensor block_mask(
   const at::Tensor ids = segment_ids.dim() == 1 ? segment_ids.unsqueeze(0) : segment_ids;
   const int64_t row_len = ids.size(1);
   from_rust([&] {
-    ffi::check_mask(
-        ids.size(0), row_len, window.has_value(), window.value_or(0), to_rust(dtype));
+    ffi::check_mask(ids.size(0), row_len, window.has_value(), window.value_or(0), to_rust(dtype));
   });
 
   const at::Tensor key = at::arange(row_len, ids.options().dtype(at::kLong));

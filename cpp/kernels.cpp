@@ -71,10 +71,7 @@ Two microbatch(
 }
 
 Two label_counts(
-    const Tensor& labels,
-    const Tensor& offsets,
-    int64_t max_sample_len,
-    bool mask_first_label) {
+    const Tensor& labels, const Tensor& offsets, int64_t max_sample_len, bool mask_first_label) {
   return from_rust([&]() -> Two {
     ffi::LabelCounts found = ffi::label_counts(labels, offsets, max_sample_len, mask_first_label);
     return {*found.counts, *found.starts};
@@ -116,23 +113,24 @@ Batch collate(
     std::optional<int64_t> window,
     std::optional<at::ScalarType> mask_dtype) {
   return from_rust([&] {
-    return unpack(ffi::collate(
-        tokens,
-        offsets,
-        index,
-        row_offsets,
-        or_undefined(labels),
-        ffi::CollateOptions{
-            {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
-            pad_token_id,
-            position_start,
-            mask_first_label,
-            to_rust(padded_tail),
-            to_rust(attention_mask),
-            causal,
-            window.has_value(),
-            window.value_or(0),
-            to_rust(mask_dtype)}));
+    return unpack(
+        ffi::collate(
+            tokens,
+            offsets,
+            index,
+            row_offsets,
+            or_undefined(labels),
+            ffi::CollateOptions{
+                {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
+                pad_token_id,
+                position_start,
+                mask_first_label,
+                to_rust(padded_tail),
+                to_rust(attention_mask),
+                causal,
+                window.has_value(),
+                window.value_or(0),
+                to_rust(mask_dtype)}));
   });
 }
 
@@ -155,22 +153,23 @@ Batch collate_list(
   return from_rust([&] {
     // A vector of handles, no data: the one kind of list of C++ objects that cxx can hand to Rust.
     const std::vector<Tensor> labels_of_samples = labels ? labels->vec() : std::vector<Tensor>();
-    return unpack(ffi::collate_list(
-        input_ids.vec(),
-        row_offsets,
-        labels.has_value(),
-        labels_of_samples,
-        ffi::CollateOptions{
-            {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
-            pad_token_id,
-            position_start,
-            mask_first_label,
-            to_rust(padded_tail),
-            to_rust(attention_mask),
-            causal,
-            window.has_value(),
-            window.value_or(0),
-            to_rust(mask_dtype)}));
+    return unpack(
+        ffi::collate_list(
+            input_ids.vec(),
+            row_offsets,
+            labels.has_value(),
+            labels_of_samples,
+            ffi::CollateOptions{
+                {row_len, max_sample_len, pad_to_multiple_of, align_samples_to},
+                pad_token_id,
+                position_start,
+                mask_first_label,
+                to_rust(padded_tail),
+                to_rust(attention_mask),
+                causal,
+                window.has_value(),
+                window.value_or(0),
+                to_rust(mask_dtype)}));
   });
 }
 

@@ -65,8 +65,8 @@ constexpr int64_t RANK = 0;
 
 std::string config() {
   return "{\"sequence_len\": " + std::to_string(SEQUENCE_LEN) +
-      ", \"micro_batch_size\": 4, \"balance_labels\": true, \"gradient_accumulation_steps\": " +
-      std::to_string(ACCUMULATION) + ", \"world_size\": " + std::to_string(WORLD_SIZE) + "}";
+         ", \"micro_batch_size\": 4, \"balance_labels\": true, \"gradient_accumulation_steps\": " +
+         std::to_string(ACCUMULATION) + ", \"world_size\": " + std::to_string(WORLD_SIZE) + "}";
 }
 
 struct Arguments {
@@ -76,7 +76,7 @@ struct Arguments {
   double dropout = 0;
   int64_t epochs = 2;
   int64_t steps = std::numeric_limits<int64_t>::max(); // of this run, at most
-  int64_t save_every = 10; // steps
+  int64_t save_every = 10;                             // steps
   std::string record; // a file for the plans and batches of this run, or none
 };
 
@@ -232,8 +232,8 @@ double accumulate(Model& model, const std::vector<multipack::Batch>& microbatche
   double total = 0;
   for (const auto& batch : microbatches) {
     const Tensor logits = model(batch).slice(1, 0, -1).flatten(0, 1);
-    const Tensor loss = at::cross_entropy_loss(
-                            logits, batch.labels.slice(1, 1).flatten(), {}, at::Reduction::Sum) /
+    const Tensor loss =
+        at::cross_entropy_loss(logits, batch.labels.slice(1, 1).flatten(), {}, at::Reduction::Sum) /
         std::max<int64_t>(labels, 1);
     loss.backward();
     total += loss.item<double>();
@@ -246,7 +246,7 @@ struct Position {
   int64_t step = 0; // done in all
   int64_t epoch = 0;
   int64_t next = 0; // the next microbatch of the epoch
-  Tensor report; // of the epoch's plan: it names settings and data
+  Tensor report;    // of the epoch's plan: it names settings and data
 };
 
 Tensor random_state() {
@@ -274,8 +274,7 @@ void save(
   std::filesystem::rename(partial, path);
 }
 
-Position load(
-    const std::filesystem::path& path, Model& model, torch::optim::Optimizer& optimizer) {
+Position load(const std::filesystem::path& path, Model& model, torch::optim::Optimizer& optimizer) {
   torch::serialize::InputArchive archive, weights, moments;
   archive.load_from(path.string());
   archive.read("model", weights);
@@ -318,8 +317,8 @@ void train(const Arguments& arguments) {
   Tensors record;
   int64_t steps_left = arguments.steps;
   for (; position.epoch < arguments.epochs && steps_left > 0; ++position.epoch) {
-    const multipack::Plan plan = multipack::plan(
-        offsets.diff(), counts.counts, counts.starts, config(), position.epoch);
+    const multipack::Plan plan =
+        multipack::plan(offsets.diff(), counts.counts, counts.starts, config(), position.epoch);
     if (position.next > 0 && !position.report.equal(plan.report)) {
       throw std::runtime_error(checkpoint.string() + " is of other data or settings");
     }
@@ -337,8 +336,9 @@ void train(const Arguments& arguments) {
       for (int64_t i = 0; i < ACCUMULATION && position.next < microbatches; ++i) {
         const multipack::Microbatch samples = multipack::microbatch(
             plan.index, plan.row_offsets, plan.batch_offsets, WORLD_SIZE, RANK, position.next++);
-        step.push_back(multipack::collate(
-            tokens, offsets, samples.index, samples.row_offsets, layout, labels));
+        step.push_back(
+            multipack::collate(
+                tokens, offsets, samples.index, samples.row_offsets, layout, labels));
       }
       const double loss = accumulate(model, step);
       optimizer.step();

@@ -42,8 +42,7 @@ int main(int count, char** arguments) {
   options.row_len = 8;
   options.padded_tail = "last";
   options.attention_mask = "bool";
-  const multipack::Batch batch =
-      multipack::collate(tokens, offsets, index, row_offsets, options);
+  const multipack::Batch batch = multipack::collate(tokens, offsets, index, row_offsets, options);
   check(batch.input_ids.equal(ints({11, 12, 13, 21, 22, 0, 0, 0}).unsqueeze(0)), "input_ids");
   check(
       batch.labels.equal(ints({-100, 12, 13, -100, 22, -100, -100, -100}).unsqueeze(0)), "labels");
@@ -60,8 +59,7 @@ int main(int count, char** arguments) {
   check(
       multipack::pack_values(tokens, offsets, index, row_offsets, options).equal(batch.input_ids),
       "pack_values");
-  check(
-      multipack::label_counts(tokens, offsets).counts.equal(ints({2, 1})), "label_counts");
+  check(multipack::label_counts(tokens, offsets).counts.equal(ints({2, 1})), "label_counts");
 
   // Heads of size 4; the mask form wants heads first.
   const at::Tensor q = at::rand({8, 2, 4});
@@ -116,8 +114,8 @@ int main(int count, char** arguments) {
       multipack::microbatch(planned.index, planned.row_offsets, planned.batch_offsets, 1, 0, 0);
   multipack::CollateOptions masked_batch;
   masked_batch.attention_mask = "bool";
-  const multipack::Batch made = multipack::collate(
-      tokens, offsets, chosen.index, chosen.row_offsets, masked_batch, labels);
+  const multipack::Batch made =
+      multipack::collate(tokens, offsets, chosen.index, chosen.row_offsets, masked_batch, labels);
   check(found.size() == 4, "the results of the TorchScript file");
   check(found[0].toTensor().equal(made.input_ids), "its input_ids");
   check(found[1].toTensor().equal(made.labels), "its labels");

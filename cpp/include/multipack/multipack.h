@@ -15,9 +15,9 @@
 // The comments below are a short form of multipack/ops.py, which has every option, shape and error.
 // Sample i is tokens[offsets[i] .. offsets[i + 1]], and row r of a batch holds the samples
 // index[row_offsets[r] .. row_offsets[r + 1]]. Arguments are CPU tensors, contiguous or not; only
-// block_mask and attention take others. Token ids and labels are int32 or int64, lengths, offsets and indices
-// any integer dtype. Letters in shapes: N samples in all, T tokens of theirs, M samples of a batch,
-// R rows of L tokens, S segments.
+// block_mask and attention take others. Token ids and labels are int32 or int64, lengths, offsets
+// and indices any integer dtype. Letters in shapes: N samples in all, T tokens of theirs, M samples
+// of a batch, R rows of L tokens, S segments.
 //
 // Link with multipack::multipack of find_package(multipack), or with -lmultipack, torch_cpu and
 // c10. A program that loads the library with dlopen needs no header: it calls the dispatcher
@@ -43,29 +43,29 @@ namespace multipack {
 
 // A packed batch. In the comments, samples of 3 and 2 tokens in one row of 8.
 struct Batch {
-  at::Tensor input_ids; // (R, L) int64, the pad id on padding
-  at::Tensor labels; // (R, L) int64, not shifted, -100 where there is nothing to learn
-  at::Tensor position_ids; // (R, L) int64: 0 1 2 0 1 0 1 2
-  at::Tensor segment_ids; // (R, L) int32: 1 1 1 2 2 0 0 0, from 1 in every row, 0 on padding
-  at::Tensor cu_seqlens; // (S + 1,) int32: 0 3 5 8, borders in the flattened tokens
+  at::Tensor input_ids;         // (R, L) int64, the pad id on padding
+  at::Tensor labels;            // (R, L) int64, not shifted, -100 where there is nothing to learn
+  at::Tensor position_ids;      // (R, L) int64: 0 1 2 0 1 0 1 2
+  at::Tensor segment_ids;       // (R, L) int32: 1 1 1 2 2 0 0 0, from 1 in every row, 0 on padding
+  at::Tensor cu_seqlens;        // (S + 1,) int32: 0 3 5 8, borders in the flattened tokens
   at::Tensor cu_seqlens_padded; // (S + 1,) int32: the same, or the slots where samples are aligned
-  at::Tensor max_seqlen; // int32 without dimensions: 3, the longest segment
-  at::Tensor attention_mask; // (R, 1, L, L), or (0,) bool where none was asked for
+  at::Tensor max_seqlen;        // int32 without dimensions: 3, the longest segment
+  at::Tensor attention_mask;    // (R, 1, L, L), or (0,) bool where none was asked for
 };
 
 // An epoch for all ranks: samples in rows, rows in microbatches, each as offsets into the level
 // below. Microbatches are ordered by step and then by rank: number k of a rank is entry
 // k * world_size + rank.
 struct Plan {
-  at::Tensor index; // int64: sample numbers, row after row
-  at::Tensor row_offsets; // int64: where each row begins in index, and the end
+  at::Tensor index;         // int64: sample numbers, row after row
+  at::Tensor row_offsets;   // int64: where each row begins in index, and the end
   at::Tensor batch_offsets; // int64: where each microbatch begins among the rows, and the end
-  at::Tensor report; // uint8: JSON, with what was dropped and how dense the rows are
+  at::Tensor report;        // uint8: JSON, with what was dropped and how dense the rows are
 };
 
 // What one rank takes in one forward and backward: two arguments of collate.
 struct Microbatch {
-  at::Tensor index; // (M,) int64
+  at::Tensor index;       // (M,) int64
   at::Tensor row_offsets; // (R + 1,) int64
 };
 
@@ -83,13 +83,13 @@ struct CollateOptions {
   std::int64_t align_samples_to = 1; // each sample's slot is rounded up to a multiple of this
   std::int64_t pad_token_id = 0;
   std::int64_t position_start = 0; // of the first token of each sample
-  bool mask_first_label = true; // so that no token is predicted from the sample before
+  bool mask_first_label = true;    // so that no token is predicted from the sample before
   // What cu_seqlens says of the padding at the end of a row: "own" segments, part of the "last"
   // sample's (causal only), or "none" (one row only).
   std::string padded_tail = "own";
   std::string attention_mask = "none"; // or "bool" (true: may attend), "additive" (0 and lowest)
   bool causal = true;
-  std::optional<std::int64_t> window = std::nullopt; // see block_mask
+  std::optional<std::int64_t> window = std::nullopt;       // see block_mask
   std::optional<at::ScalarType> mask_dtype = std::nullopt; // of an additive mask; float32
 };
 
@@ -176,8 +176,7 @@ inline Microbatch microbatch(
       std::int64_t,
       std::int64_t,
       std::int64_t)>("multipack::microbatch");
-  return detail::named<Microbatch>(
-      op.call(index, row_offsets, batch_offsets, world_size, rank, k));
+  return detail::named<Microbatch>(op.call(index, row_offsets, batch_offsets, world_size, rank, k));
 }
 
 // Counts the labels that collate will leave in the loss, with the same two options as there.
@@ -341,7 +340,7 @@ struct AttentionOptions {
   std::optional<c10::SymInt> max_seqlen = std::nullopt;
   bool causal = true;
   std::optional<std::int64_t> window = std::nullopt; // see block_mask
-  std::optional<double> scale = std::nullopt; // 1 / sqrt(D)
+  std::optional<double> scale = std::nullopt;        // 1 / sqrt(D)
   double dropout_p = 0;
 };
 
