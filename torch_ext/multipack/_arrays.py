@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import operator
 import warnings
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-Integers: TypeAlias = "torch.Tensor | npt.NDArray[np.integer] | Sequence[int]"
-Bools: TypeAlias = "torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]"
+Integers: TypeAlias = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
+Bools: TypeAlias = torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:

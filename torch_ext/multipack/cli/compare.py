@@ -385,17 +385,22 @@ def _reasons_to_balance(
     microbatches = microbatch_spread(plain), microbatch_spread(balanced)
     if _is_evened(*steps, _UNEVEN_STEPS):
         yield (
-            f"the labels of an optimizer step vary by {steps[1]:.2%} of their mean instead of "
-            f"{steps[0]:.1%}"
+            f"the labels of an optimizer step vary by {small_share(steps[1])} of their mean "
+            f"instead of {steps[0]:.1%}"
         )
     elif _is_evened(*microbatches, _UNEVEN_MICROBATCHES):
         yield (
-            f"the labels of a microbatch vary by {microbatches[1]:.2%} of their mean instead of "
-            f"{microbatches[0]:.1%}"
+            f"the labels of a microbatch vary by {small_share(microbatches[1])} of their mean "
+            f"instead of {microbatches[0]:.1%}"
         )
     costs = [planned.stats.rank_cost_imbalance or 1.0 for planned in (plain, balanced)]
     if _is_evened(costs[0] - 1, costs[1] - 1, _UNEVEN_RANKS):
         yield f"the heaviest rank costs {costs[1]:.2f} times the mean instead of {costs[0]:.2f}"
+
+
+def small_share(share: float | None) -> str:
+    """A share that may be next to nothing, but is not nothing for that."""
+    return "less than 0.01%" if share is not None and 0 < share < 1e-4 else f"{share or 0:.2%}"
 
 
 def _is_evened(before: float | None, after: float | None, uneven: float) -> bool:

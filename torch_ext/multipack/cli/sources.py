@@ -51,7 +51,10 @@ _NUMBERS = ("length", "label_count", "count")
 _TOKENS = ("input_ids", "labels", "attention_mask")
 
 _KINDS = "`input_ids`, `length`, `messages`, `prompt` and `completion`, or `text`"
-_RENAME = "if they have other names, give --column, as in --column text=body"
+_RENAME = (
+    "if they have other names, give --column, as in --column prompt=instruction --column "
+    "completion=output"
+)
 _PADDED = "`attention_mask` is not all ones: tokenise without padding"
 
 Integers = npt.NDArray[Any]

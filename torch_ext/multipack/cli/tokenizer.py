@@ -1,12 +1,14 @@
 """Tokenizers by name, from what is installed or lies on the disk; nothing is fetched by us.
 
-A name is a ``tokenizer.json``, a folder with a tokenizer in it, or an encoding of tiktoken. Of each
-only plain encoding is used, without the marks that a tokenizer adds by itself: what surrounds a
-message is laid out here, the same for all of them.
+A name is a ``tokenizer.json``, a folder with a tokenizer in it, an installed package that brings a
+``tokenizer.json``, or an encoding of tiktoken. Of each only plain encoding is used, without the
+marks that a tokenizer adds by itself: what surrounds a message is laid out here, the same for all
+of them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +36,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of that name.
 
     Args:
-        name: a ``tokenizer.json``, a folder, or an encoding of tiktoken such as ``o200k_base``.
+        name: a ``tokenizer.json``, a folder, a package that can be imported, or an encoding of
+            tiktoken such as ``o200k_base``.
 
     Raises:
-        CliError: there is none, or a package for it is not installed.
+        CliError: there is none, or a package for it is not installed, or a package brings several.
     """
     path = Path(name)
     if path.is_dir():
@@ -45,7 +48,21 @@ def load_tokenizer(name: str) -> Tokenizer:
         return _from_json(inside) if inside.is_file() else _from_transformers(path)
     if path.is_file() or path.suffix == ".json":
         return _from_json(path)
-    return _from_tiktoken(name)
+    return _from_package(name) or _from_tiktoken(name)
+
+
+def _from_package(name: str) -> Tokenizer | None:
+    """The tokenizer that a package brings, found without importing it; None if it brings none."""
+    module = name.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    found = sorted(path for folder in folders for path in Path(folder).rglob("tokenizer.json"))
+    if len(found) > 1:
+        raise CliError(
+            f"the package {name} brings {len(found)} tokenizers: name one of them, as "
+            f"{', '.join(map(str, found))}"
+        )
+    return _from_json(found[0]) if found else None
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -90,8 +107,9 @@ def _from_tiktoken(name: str) -> Tokenizer:
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise CliError(
-            f"there is no tokenizer {name!r}: give a tokenizer.json, a folder with a tokenizer, or "
-            f"an encoding of tiktoken, which here are {', '.join(known)}"
+            f"there is no tokenizer {name!r}: give a tokenizer.json, a folder with a tokenizer, an "
+            "installed package that brings a tokenizer.json, or an encoding of tiktoken, which "
+            f"here are {', '.join(known)}"
         )
     try:
         encoding = tiktoken.get_encoding(name)
