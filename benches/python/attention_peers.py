@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from results import Results, add_json
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -44,34 +45,38 @@ def main() -> None:
     parser.add_argument("--step", action="store_true", help="a training step instead of the op")
     parser.add_argument("--runs", type=int, default=3, help="runs of each; the fastest counts")
     parser.add_argument("--tokens", type=int, help="only the settings with so many tokens")
+    add_json(parser)
     arguments = parser.parse_args()
+    results = Results(arguments.json)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     torch.manual_seed(SEED)
     if arguments.step:
-        compare_steps(arguments.runs)
+        compare_steps(arguments.runs, results)
         return
     for tokens, samples in SETTINGS:
         if arguments.tokens in (None, tokens):
-            compare_ops(tokens, samples, arguments.runs)
+            compare_ops(tokens, samples, arguments.runs, results)
 
 
-def fastest(runs: int, ways: dict[str, Callable[[], Result]]) -> dict[str, tuple[float, Result]]:
-    """Run each way in turn, `runs` times, and return its fewest seconds and its answer.
+def timed(
+    runs: int, ways: dict[str, Callable[[], Result]]
+) -> dict[str, tuple[list[float], Result]]:
+    """Run each way in turn, `runs` times, and return its seconds and its answer.
 
     A run before them is not counted: it finds memory and kernels.
     """
-    found: dict[str, tuple[float, Result]] = {}
+    found: dict[str, tuple[list[float], Result]] = {}
     for run_number in range(runs + 1):
         for name, run in ways.items():
             start = time.perf_counter()
             answer = run()
             seconds = time.perf_counter() - start
-            fewest = found[name][0] if run_number > 1 else seconds
-            found[name] = (min(seconds, fewest), answer)
+            before = found[name][0] if run_number > 1 else []
+            found[name] = ([*before, seconds], answer)
     return found
 
 
-def check(found: dict[str, tuple[float, Result]], reference: str) -> None:
+def check(found: dict[str, tuple[list[float], Result]], reference: str) -> None:
     """Compare every answer with that of one way, relative to its norm."""
     for name, (_, answer) in found.items():
         for one, other in zip(answer, found[reference][1], strict=True):
@@ -79,7 +84,7 @@ def check(found: dict[str, tuple[float, Result]], reference: str) -> None:
             assert difference < 1e-5, f"{name} differs from {reference} by {difference}"
 
 
-def compare_ops(tokens: int, samples: int, runs: int) -> None:
+def compare_ops(tokens: int, samples: int, runs: int, results: Results) -> None:
     """Forward and backward of the op alone."""
     q, k, v = (torch.randn(tokens, HEADS, SIZE, requires_grad=True) for _ in range(3))
     grad_out = torch.randn(tokens, HEADS, SIZE)
@@ -116,17 +121,21 @@ def compare_ops(tokens: int, samples: int, runs: int) -> None:
         columns = zip(*parts, strict=True)
         return [torch.cat([x[0] for x in column], dim=1).transpose(0, 1) for column in columns]
 
-    found = fastest(runs, {"multipack": packed, "alone": alone, "mask": masked})
+    found = timed(runs, {"multipack": packed, "alone": alone, "mask": masked})
     check(found, "alone")
-    ours = found["multipack"][0]
+    ours, mask, single = (min(found[name][0]) for name in ("multipack", "mask", "alone"))
     print(
         f"{tokens} tokens, {samples} samples: multipack {ours:.4f} s, "
-        f"4D bool mask {found['mask'][0]:.4f} s ({found['mask'][0] / ours:.1f} times), "
-        f"samples alone {found['alone'][0]:.4f} s ({found['alone'][0] / ours:.2f} times)"
+        f"4D bool mask {mask:.4f} s ({mask / ours:.1f} times), "
+        f"samples alone {single:.4f} s ({single / ours:.2f} times)"
     )
+    setting = f"{tokens:,} tokens in {samples} samples, {HEADS} heads of {SIZE}, with gradients"
+    results.add(setting, "multipack.attention", found["multipack"][0])
+    results.add(setting, "torch: SDPA with the 4D bool mask", found["mask"][0])
+    results.add(setting, "torch: SDPA on the samples one by one", found["alone"][0])
 
 
-def compare_steps(runs: int) -> None:
+def compare_steps(runs: int, results: Results) -> None:
     """One training step of a small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -177,14 +186,21 @@ def compare_steps(runs: int) -> None:
         "rows of 2048, 4D mask": way("sdpa", "bool", short_rows),
     }
     ways["packed, 4D mask"] = way("sdpa", "bool", [samples], **single)
-    found = fastest(runs, ways)
+    found = timed(runs, ways)
     check(found, "padded")
-    best = found["packed, multipack"][0]
+    best = min(found["packed, multipack"][0])
+    setting = (
+        f"a training step of a small Llama, {lengths.sum():,} tokens in {len(lengths)} samples"
+    )
     for name, (seconds, _) in found.items():
+        fewest = min(seconds)
+        rate = f"{lengths.sum() / fewest:,.0f}"
         print(
-            f"{name}: {seconds:.2f} s, {lengths.sum() / seconds:.0f} real tokens a second, "
-            f"{seconds / best:.2f} times the seconds of multipack"
+            f"{name}: {fewest:.2f} s, {rate} real tokens a second, "
+            f"{fewest / best:.2f} times the seconds of multipack"
         )
+        kind = "multipack" if "multipack" in name else "torch: SDPA"
+        results.add(setting, f"{kind}, {name}", seconds, {"real tokens a second": rate})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from results import Results, add_json
 
 import multipack
 
@@ -123,16 +124,23 @@ def figures(
     }
 
 
-def check(schedule: Schedule, lengths: Integers, capacity: int | None, n: int) -> None:
-    """Stop if a sample is repeated, too many are left out, or a row is over its capacity."""
+def fault_of(schedule: Schedule, lengths: Integers, capacity: int | None, n: int) -> str | None:
+    """What is wrong: samples that are repeated, too many left out, a row over its capacity."""
     if np.bincount(schedule.items, minlength=n).max() > 1:
-        raise AssertionError("a sample is repeated")
+        return "a sample is repeated"
     rows = schedule.of_rows(lengths)
     room = capacity * RANKS * SAMPLES if capacity else SAMPLES * RANKS * SEQUENCE_LEN
     if lengths.sum() - lengths[schedule.items].sum() > room:
-        raise AssertionError("more samples are left out than rows left over can hold")
+        return "more samples are left out than rows left over can hold"
     if capacity and rows.max() > capacity:
-        raise AssertionError(f"a row has {rows.max()} tokens")
+        return f"a row has {rows.max()} tokens"
+    return None
+
+
+def check(schedule: Schedule, lengths: Integers, capacity: int | None, n: int) -> None:
+    """Stop if something is wrong with ours."""
+    if fault := fault_of(schedule, lengths, capacity, n):
+        raise AssertionError(fault)
 
 
 def ours(data: tuple[Integers, Integers], balance: bool, **keys: Any) -> tuple[Any, float]:
@@ -212,7 +220,17 @@ def show(name: str, found: dict[str, float], seconds: float, floor: float | None
     )
 
 
-def packed(n: int, peer: bool) -> None:
+def shares(found: dict[str, float]) -> dict[str, str]:
+    """The figures of packed rows for a table."""
+    mean = found["mean"]
+    return {
+        "labels of a microbatch, std/mean": f"{found['labels'] / mean:.2%}",
+        "of a step": f"{found['step labels'] / mean / STEP:.3%}",
+        "Σ length², heaviest rank/mean": f"{found['attention']:.4f}",
+    }
+
+
+def packed(n: int, peer: bool, results: Results) -> None:
     """Compare packed rows."""
     data = shares_of_answers(n)
     lengths, labels = data
@@ -224,6 +242,7 @@ def packed(n: int, peer: bool) -> None:
         ("one row of 16384", 16384, 1),
         ("four rows of 4096", 4096, 4),
     ):
+        setting = f"{n:,} samples packed into {layout}, {RANKS} ranks, accumulation {ACCUMULATION}"
         keys: dict[str, Any] = {"micro_batch_size": max(capacity // SEQUENCE_LEN, rows)}
         if rows > 1:
             keys["multipack_real_batches"] = True
@@ -237,17 +256,21 @@ def packed(n: int, peer: bool) -> None:
             name = "balanced" if balance else "not balanced"
             name += ", attention" if cost == "attention" else ""
             floor = after.label_std_floor if balance else None
-            show(f"{layout}: multipack {name}", figures(schedule, lengths, labels), seconds, floor)
+            found = figures(schedule, lengths, labels)
+            show(f"{layout}: multipack {name}", found, seconds, floor)
+            results.add(setting, f"multipack {name}", [seconds], shares(found))
         if peer:
             for balance in (False, True):
                 batches, seconds = axolotl_packed(data, balance, capacity, rows)
                 schedule = Schedule.of_lists(batches)
-                check(schedule, lengths, capacity, n)
                 name = "balanced" if balance else "not balanced"
-                show(f"{layout}: axolotl {name}", figures(schedule, lengths, labels), seconds, None)
+                found = figures(schedule, lengths, labels)
+                show(f"{layout}: axolotl {name}", found, seconds, None)
+                fault = fault_of(schedule, lengths, capacity, n)
+                results.add(setting, f"axolotl {name}", [seconds], shares(found), fault)
 
 
-def fixed(n: int, peer: bool) -> None:
+def fixed(n: int, peer: bool, results: Results) -> None:
     """Compare the layouts with a fixed number of samples."""
     data = chats(n)
     lengths, labels = data
@@ -272,11 +295,17 @@ def fixed(n: int, peer: bool) -> None:
             lines.append((f"{mode}: axolotl balanced", Schedule.of_lists(batches), seconds, ""))
         paddings = []
         for name, schedule, seconds, least in lines:
-            check(schedule, lengths, None, n)
+            fault = fault_of(schedule, lengths, None, n)
+            if fault and "multipack" in name:
+                raise AssertionError(f"{name}: {fault}")
             found = figures(schedule, lengths, labels, padded=mode == "padded")
             paddings.append(found["padding"])
             values = "".join(f"{found[column]:13,.0f}" for column in columns)
-            print(f"{name:36}{least:>8}{values}{seconds:9.2f} s")
+            print(f"{name:36}{least:>8}{values}{seconds:9.2f} s  {fault or ''}")
+            shown = {f"{column}, std": f"{found[column]:,.0f}" for column in columns[:4]}
+            shown |= {column: f"{found[column]:,.0f}" for column in columns[4:]}
+            setting = f"{n:,} samples, {SAMPLES} to a microbatch, {mode}"
+            results.add(setting, name.removeprefix(f"{mode}: "), [seconds], shown, fault)
         if paddings[1] > paddings[0]:
             raise AssertionError("balancing added padding")
 
@@ -286,7 +315,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=100_000, help="samples of the packed layouts")
     parser.add_argument("--fixed", type=int, default=200_000, help="samples of the other layouts")
+    add_json(parser)
     args = parser.parse_args()
+    results = Results(args.json)
     try:
         axolotl_packed(shares_of_answers(2000), True, SEQUENCE_LEN, 1)  # compiles
         peer = True
@@ -296,9 +327,9 @@ def main() -> None:
         print(f"axolotl is not installed ({error}): see benches/python/requirements.txt")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     if args.n:
-        packed(args.n, peer)
+        packed(args.n, peer, results)
     if args.fixed:
-        fixed(args.fixed, peer)
+        fixed(args.fixed, peer, results)
 
 
 if __name__ == "__main__":

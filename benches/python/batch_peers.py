@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from plan_peers import Contestant, lognormal
+from results import Results, add_json
 from torch.nn.attention.flex_attention import create_block_mask
 
 import multipack
@@ -36,7 +37,7 @@ import multipack
 ROWS, ROW_LEN = 4, 4096
 
 
-def compete(title: str, contestants: list[Contestant], rounds: int, unit: str = "ms") -> None:
+def compete(title: str, contestants: list[Contestant], rounds: int) -> None:
     """Time them in turn, and print the fastest run of each beside that of the first."""
     for contestant in contestants:
         contestant.time()  # the first run loads and compiles
@@ -45,7 +46,7 @@ def compete(title: str, contestants: list[Contestant], rounds: int, unit: str = 
         for contestant in contestants:
             contestant.time()
     own = min(contestants[0].seconds)
-    print(f"\n{title:52}{unit:>10}{'of ours':>10}")
+    print(f"\n{title:52}{'ms':>10}{'of ours':>10}")
     for contestant in contestants:
         best = min(contestant.seconds)
         print(f"  {contestant.name:50}{1e3 * best:10.3f}{best / own:10.2f}")
@@ -57,19 +58,31 @@ def contestant(name: str, run: Callable[[], Any]) -> Contestant:
 
 
 def check(condition: bool, name: str) -> None:
-    """Refuse a contestant with another answer."""
+    """Stop where ours is wrong."""
     if not condition:
         raise AssertionError(f"{name} gave another answer")
 
 
-def same(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    """Compare all that two batches share."""
-    shared = ours.keys() & theirs.keys()
-    check(len(shared) >= 2, name)
+def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """Say where two batches differ in what both have."""
+    shared = sorted(ours.keys() & theirs.keys())
     for key in shared:
         mine, other = ours[key], theirs[key]
         equal = torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
-        check(equal, f"{name} ({key})")
+        if not equal:
+            return f"another `{key}`"
+    return None if len(shared) >= 2 else f"has nothing to compare but {shared}"
+
+
+def record(
+    results: Results, title: str, contestants: list[Contestant], faults: dict[str, str | None]
+) -> None:
+    """Keep the results, and print what is wrong with the answers of others."""
+    for contestant in contestants:
+        fault = faults.get(contestant.name)
+        if fault:
+            print(f"  {contestant.name}: {fault}")
+        results.add(title, contestant.name, contestant.seconds, fault=fault)
 
 
 def exactly(tokens: int) -> np.ndarray[Any, Any]:
@@ -79,7 +92,7 @@ def exactly(tokens: int) -> np.ndarray[Any, Any]:
     return np.diff(ends[: np.searchsorted(ends, tokens) + 1], prepend=0)
 
 
-def flat(tokens: int, rounds: int) -> None:
+def flat(tokens: int, rounds: int, results: Results) -> None:
     """The op, from flat int64 tokens and labels to one row."""
     lengths = exactly(tokens)
     ids = torch.arange(tokens) % 50_021
@@ -93,16 +106,15 @@ def flat(tokens: int, rounds: int) -> None:
         "multipack.ops.collate",
         lambda: multipack.ops.collate(ids, offsets, index, row_offsets, labels=labels),
     )
-    compete(
-        f"{tokens:,} tokens of {len(lengths)} samples, flat int64",
-        [ours, contestant("a copy of as many bytes", bytes_copied.clone)],
-        rounds,
-    )
+    title = f"{tokens:,} tokens of {len(lengths):,} samples, flat int64"
+    contestants = [ours, contestant("torch: a copy of as many bytes", bytes_copied.clone)]
+    compete(title, contestants, rounds)
     order = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in index]
     check(torch.equal(ours.answer.input_ids[0], ids[torch.cat(order)]), ours.name)
+    record(results, title, contestants, {})
 
 
-def samples(form: str, rounds: int) -> None:
+def samples(form: str, rounds: int, results: Results) -> None:
     """The collator, from samples that are lists or tensors."""
     rng = np.random.default_rng(0)
     make = {"lists": lambda a: a.tolist(), "tensors": torch.from_numpy}[form]
@@ -120,7 +132,7 @@ def samples(form: str, rounds: int) -> None:
 
     collator = multipack.Collator(attention="flash", outputs=["seq_idx"])
     ours = contestant("multipack.Collator", lambda: collator(made))
-    contestants = [ours, contestant("torch.as_tensor and torch.cat, no more", least)]
+    contestants = [ours, contestant("torch: as_tensor and cat, no more", least)]
     try:
         from transformers import DataCollatorWithFlattening
 
@@ -128,31 +140,39 @@ def samples(form: str, rounds: int) -> None:
         contestants.append(contestant("transformers flattening", lambda: theirs(made)))
     except ImportError as error:
         print(f"transformers is not installed ({error})")
-    compete(f"{8 * ROW_LEN:,} tokens of {len(made)} samples, {form}", contestants, rounds)
-    for other in contestants[2:]:
-        same(ours.answer, dict(other.answer), other.name)
+    title = f"{8 * ROW_LEN:,} tokens of {len(made)} samples, {form}"
+    compete(title, contestants, rounds)
+    faults = {c.name: difference(ours.answer, dict(c.answer)) for c in contestants[2:]}
+    record(results, title, contestants, faults)
 
 
-def masks(dtype: torch.dtype, rounds: int) -> None:
+def masks(dtype: torch.dtype, rounds: int, results: Results) -> None:
     """Dense masks, and the ways of others to the bool one."""
     batch = packed_rows()
     ids, positions, lengths = batch["segment_ids"], batch["position_ids"], batch["lengths"]
     shape = (ROWS, 1, ROW_LEN, ROW_LEN)
     ours = contestant("multipack.block_mask", lambda: multipack.block_mask(ids, dtype=dtype))
-    contestants = [ours, contestant("torch.zeros", lambda: torch.zeros(shape, dtype=dtype))]
+    contestants = [
+        ours,
+        contestant("torch: zeros, no more", lambda: torch.zeros(shape, dtype=dtype)),
+    ]
     if dtype == torch.bool:
-        contestants.append(contestant("compare all with all, and tril", lambda: compared(ids)))
+        contestants.append(contestant("torch: all compared with all, tril", lambda: compared(ids)))
         for make in (torchtune_mask, transformers_mask):
             try:
                 contestants.append(make(lengths, positions))
             except (ImportError, importlib.metadata.PackageNotFoundError) as error:
                 print(f"{make.__name__.removesuffix('_mask')} is not installed ({error})")
-    compete(f"mask of {ROWS} rows of {ROW_LEN}, {dtype}", contestants, rounds)
+    title = f"mask of {ROWS} rows of {ROW_LEN:,}, {str(dtype).removeprefix('torch.')}"
+    compete(title, contestants, rounds)
     expected = compared(ids)
     allowed = ours.answer if dtype == torch.bool else ours.answer == 0
     check(torch.equal(allowed, expected), ours.name)
-    for other in contestants[2:]:
-        check(torch.equal(other.answer.view(shape), expected), other.name)
+    faults = {
+        other.name: None if torch.equal(other.answer.view(shape), expected) else "another mask"
+        for other in contestants[2:]
+    }
+    record(results, title, contestants, faults)
 
 
 def packed_rows() -> dict[str, Any]:
@@ -180,7 +200,9 @@ def torchtune_mask(lengths: list[torch.Tensor], positions: torch.Tensor) -> Cont
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
     utils = importlib.import_module("torchtune.modules.attention_utils")
-    return contestant("torchtune", lambda: utils.create_block_causal_mask(lengths))
+    return contestant(
+        "torchtune create_block_causal_mask", lambda: utils.create_block_causal_mask(lengths)
+    )
 
 
 def transformers_mask(lengths: list[torch.Tensor], positions: torch.Tensor) -> Contestant:
@@ -191,12 +213,12 @@ def transformers_mask(lengths: list[torch.Tensor], positions: torch.Tensor) -> C
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, attn_implementation="sdpa")
     embedded = torch.zeros(ROWS, ROW_LEN, 64)
     return contestant(
-        "transformers",
+        "transformers create_causal_mask",
         lambda: create_causal_mask(config, embedded, None, None, position_ids=positions),
     )
 
 
-def block_lists(rounds: int) -> None:
+def block_lists(rounds: int, results: Results) -> None:
     """Block lists for FlexAttention."""
     batch = packed_rows()
     ids, borders = batch["segment_ids"], batch["cu_seqlens"]
@@ -208,14 +230,16 @@ def block_lists(rounds: int) -> None:
         "multipack.flex_block_mask", lambda: multipack.flex_block_mask(borders, rows=ROWS)
     )
     theirs = contestant(
-        "torch create_block_mask",
+        "torch: create_block_mask",
         lambda: create_block_mask(may_attend, ROWS, None, ROW_LEN, ROW_LEN, device="cpu"),
     )
-    compete(f"block lists of {ROWS} rows of {ROW_LEN}", [ours, theirs], rounds)
+    title = f"block lists of {ROWS} rows of {ROW_LEN:,}, for FlexAttention"
+    compete(title, [ours, theirs], rounds)
     for side in ("kv", "q", "full_kv", "full_q"):
         for part in ("num_blocks", "indices"):
             lists = (getattr(c.answer, f"{side}_{part}") for c in (ours, theirs))
             check(torch.equal(*lists), f"{ours.name} ({side}_{part})")
+    record(results, title, [ours, theirs], {})
 
 
 def main() -> None:
@@ -224,7 +248,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--parts", default="flat,samples,masks,blocks")
+    add_json(parser)
     args = parser.parse_args()
+    results = Results(args.json)
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")  # of the others
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
@@ -235,15 +261,15 @@ def main() -> None:
             continue
     if "flat" in args.parts:
         for tokens in (1 << 15, 1 << 20):
-            flat(tokens, 5 * args.rounds)
+            flat(tokens, 5 * args.rounds, results)
     if "samples" in args.parts:
         for form in ("lists", "tensors"):
-            samples(form, args.rounds)
+            samples(form, args.rounds, results)
     if "masks" in args.parts:
         for dtype in (torch.bool, torch.bfloat16):
-            masks(dtype, args.rounds)
+            masks(dtype, args.rounds, results)
     if "blocks" in args.parts:
-        block_lists(min(args.rounds, 3))
+        block_lists(min(args.rounds, 3), results)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from results import Results, add_json
 
 import multipack
 
@@ -127,6 +128,27 @@ def axolotl(lengths: Lengths) -> Contestant:
     )
 
 
+def trl(lengths: Lengths) -> Contestant:
+    """Best fit decreasing over a table of tokens, which it lays out as well."""
+    import pyarrow as pa
+    from trl.data_utils import _pack_bfd
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
+    tokens = pa.LargeListArray.from_arrays(offsets, pa.array(np.zeros(lengths.sum(), np.int8)))
+    table = pa.table({"input_ids": tokens})
+
+    def rows(packed: Any) -> tuple[np.ndarray, np.ndarray]:
+        # It does not say which sample is where: the lengths tell, up to samples of one length.
+        column = packed["seq_lengths"].combine_chunks()
+        items = np.empty(len(lengths), np.int64)
+        items[np.argsort(column.flatten().to_numpy(), kind="stable")] = np.argsort(
+            lengths, kind="stable"
+        )
+        return items, column.offsets.to_numpy().astype(np.int64)
+
+    return Contestant("trl bfd", lambda: _pack_bfd(table, CAPACITY), rows)
+
+
 def from_lists(answer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Rows as lists of items, flattened."""
     sizes = np.fromiter((len(row) for row in answer), np.int64, len(answer))
@@ -134,15 +156,22 @@ def from_lists(answer: Any) -> tuple[np.ndarray, np.ndarray]:
     return items, np.concatenate([[0], np.cumsum(sizes)])
 
 
-def checked_rows(contestant: Contestant, lengths: Lengths) -> int:
-    """Check an answer and count its rows."""
+def judge(contestant: Contestant, lengths: Lengths) -> tuple[int, str | None]:
+    """Count the rows of an answer, and say what is wrong with it.
+
+    Raises:
+        AssertionError: If it is ours that is wrong.
+    """
     items, offsets = contestant.rows(contestant.answer)
-    if np.any(np.bincount(items, minlength=len(lengths)) != 1):
-        raise AssertionError(f"{contestant.name} lost or repeated a sample")
     totals = np.add.reduceat(lengths[items], offsets[:-1])
-    if totals.max() > CAPACITY:
-        raise AssertionError(f"{contestant.name} made a row of {totals.max()} tokens")
-    return len(totals)
+    fault = None
+    if np.any(np.bincount(items, minlength=len(lengths)) != 1):
+        fault = "a sample is lost or repeated"
+    elif totals.max() > CAPACITY:
+        fault = f"a row has {totals.max()} tokens"
+    if fault and contestant.name.startswith("multipack"):
+        raise AssertionError(f"{contestant.name}: {fault}")
+    return len(totals), fault
 
 
 def packing_alone(algorithm: str, n: int) -> float | None:
@@ -172,9 +201,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--algorithms", default="best_fit_decreasing,first_fit")
     parser.add_argument("--peers", default="seqpacker,lightbinpack,axolotl")
+    add_json(parser)
     args = parser.parse_args()
+    results = Results(args.json)
     lengths = LENGTHS[args.lengths](args.n)
-    peers = {"seqpacker": seqpacker, "lightbinpack": lightbinpack, "axolotl": axolotl}
+    peers = {"seqpacker": seqpacker, "lightbinpack": lightbinpack, "axolotl": axolotl, "trl": trl}
     algorithms = [name for name in args.algorithms.split(",") if name]
     contestants = [ours(lengths, name) for name in algorithms]
     for name in filter(None, args.peers.split(",")):
@@ -189,7 +220,7 @@ def main() -> None:
     bound = -(-int(lengths.sum()) // CAPACITY)
     print(f"{args.n:,} {args.lengths} lengths, capacity {CAPACITY}, {bound:,} rows at least")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for name in ("seqpacker", "lightbinpack", "axolotl"):
+    for name in peers:
         try:
             print(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -197,9 +228,12 @@ def main() -> None:
     print(f"{'':34}{'seconds':>10}{'rows':>12}{'over':>9}{'of ours':>9}")
     own = min(contestants[0].seconds)
     for contestant in contestants:
-        rows, best = checked_rows(contestant, lengths), min(contestant.seconds)
+        (rows, fault), best = judge(contestant, lengths), min(contestant.seconds)
         over = f"{rows / bound - 1:9.3%}"
-        print(f"{contestant.name:34}{best:10.4f}{rows:12,}{over}{best / own:9.1f}")
+        print(f"{contestant.name:34}{best:10.4f}{rows:12,}{over}{best / own:9.1f}  {fault or ''}")
+        figures = {"rows": f"{rows:,}", "over the bound": over.strip()}
+        setting = f"{args.n:,} {args.lengths} lengths, capacity {CAPACITY:,}"
+        results.add(setting, contestant.name, contestant.seconds, figures, fault)
     for algorithm in algorithms if args.lengths == "lognormal" else []:
         if alone := packing_alone(algorithm, args.n):
             print(f"{f'packing alone, {algorithm}':34}{alone:10.4f}{'':21}{alone / own:9.1f}")
