@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := passive
 SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
 	$(shell find src cpp -type f)
 
-.PHONY: demo build test test-resume lint bench tools
+.PHONY: demo build test test-resume test-page lint bench bench-peers docs tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -40,6 +40,10 @@ test: build
 # Every combination of settings, of which `test` runs pairs: some minutes.
 test-resume: build
 	MULTIPACK_RESUME=all python -m pytest tests/python/test_resume*.py
+
+# The page of `multipack report` in a browser: needs Chromium, and fails without it.
+test-page: build
+	python -m pytest tests/browser
 
 lint: .venv/requirements.stamp
 	cargo fmt --check
@@ -63,6 +67,19 @@ bench: build
 	# Last, for it fails where doubling the samples costs too much, which would end the others.
 	cargo bench --bench scaling
 
+# All comparisons with others in one run, as docs/peers.md: a quarter of an hour on idle cores.
+bench-peers: build .venv/peers.stamp
+	PYTHONPATH=$(CURDIR)/.venv/peers python benches/python/peers.py
+
+# The reference, from the docstrings: build/docs, and target/doc for Rust.
+docs: build .venv/docs.stamp
+	# pdoc does not find what the fields of named tuples refer to.
+	python -W error::UserWarning -W "ignore:Error parsing type annotation ForwardRef" \
+		-m pdoc --docformat google --output-directory build/docs \
+		multipack multipack.ops $(addprefix multipack.integrations., \
+		accelerate axolotl hf lightning torchdata trl)
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps $(TORCH)
+
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"
 	python -m pip install --quiet --no-build-isolation --no-deps --editable .
@@ -72,6 +89,16 @@ bench: build
 	@echo "Installing torch and the rest of requirements.txt into .venv (some gigabytes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	python -m pip install --quiet --requirement requirements.txt
+	touch $@
+
+.venv/docs.stamp: docs/requirements.txt .venv/requirements.stamp
+	python -m pip install --quiet --requirement docs/requirements.txt
+	touch $@
+
+.venv/peers.stamp: benches/python/requirements.txt .venv/requirements.stamp
+	rm -rf .venv/peers
+	python -m pip install --quiet --no-deps --ignore-requires-python --target .venv/peers \
+		--requirement benches/python/requirements.txt
 	touch $@
 
 tools:

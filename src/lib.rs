@@ -24,6 +24,11 @@
 //! # Ok::<(), multipack::Error>(())
 //! ```
 
+// The Rust of the documentation is tested with that of the code.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/cpp.md")]
+struct CppPage;
+
 mod balance;
 pub mod batch;
 pub mod config;
