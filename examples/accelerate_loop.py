@@ -17,11 +17,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import made_up
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_convert
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from multipack import Collator, Config, MultipackBatchSampler, PackedDataset
 from multipack.integrations.accelerate import load_state_dict, prepare
@@ -40,19 +40,10 @@ def train(
         world_size=accelerator.num_processes,
         balance_labels=True,
     )
-    data = PackedDataset(*made_up(samples), collator=Collator(config, attention="bool"))
+    data = PackedDataset(*made_up.samples(samples), collator=Collator(config, attention="bool"))
     counts, starts = data.label_counts()
     sampler = MultipackBatchSampler(data.lengths, counts, config, label_starts=starts, rank="all")
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=100,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-        )
-    )
+    model = made_up.llama()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=default_convert)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
@@ -89,20 +80,6 @@ def step(accelerator: Accelerator, model: torch.nn.Module, group: list[dict[str,
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
             )
             accelerator.backward(loss * accelerator.num_processes / everywhere)
-
-
-def made_up(samples: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make tokens, offsets and labels: numbers, and an answer that counts on, trained on alone."""
-    rng = torch.Generator().manual_seed(0)
-    tokens, labels, offsets = [], [], [0]
-    for _ in range(samples):
-        asked, told = (int(torch.randint(2, 33, (), generator=rng)) for _ in range(2))
-        prompt = torch.randint(0, 100, (asked,), generator=rng)
-        answer = (prompt[-1] + torch.arange(1, told)) % 100
-        tokens += [prompt, answer]
-        labels += [torch.full_like(prompt, -100), answer]
-        offsets.append(offsets[-1] + len(prompt) + len(answer))
-    return torch.cat(tokens), torch.tensor(offsets), torch.cat(labels)
 
 
 if __name__ == "__main__":

@@ -84,12 +84,14 @@ def _child(pipe: Any, target: Any, rank: int, processes: int, port: int, path: A
     sys.path[:] = path
     multiprocessing.set_start_method("fork", force=True)  # of a DataLoader's workers
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CI"] = "1"  # TRL then tells nobody that it runs
     if processes > 1:
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
+            "TORCHELASTIC_RUN_ID": "test",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "ACCELERATE_USE_CPU": "true",
