@@ -92,6 +92,7 @@ PACKED = {
          {"streaming_multipack_buffer_size": 50, "multipack_real_batches": None}),
         ("{group_by_length: true, sample_packing: true}", PACKED),
         ("{micro_batch_size: null, sample_packing: null}", UNPACKED),
+        ("{dp_shard_size: 4, dp_replicate_size: 2, tensor_parallel_size: 8}", {"world_size": 8}),
     ],
 )  # fmt: skip
 def test_keys_and_defaults_mean_what_they_do_in_axolotl(
@@ -106,6 +107,32 @@ def test_what_the_file_leaves_to_the_caller_is_given(tmp_path: Path) -> None:
     settings = read(tmp_path, "{sample_packing: true}", world_size=4, padded_tail="last")
 
     assert (settings.config.world_size, settings.config.padded_tail) == (4, "last")
+
+
+@pytest.mark.parametrize(
+    ("text", "peers"),
+    [
+        ("sample_packing: true", 1),
+        ("{tensor_parallel_size: 4, context_parallel_size: 2}", 8),
+        ("{tensor_parallel_size: null, sequence_parallel_degree: 2}", 2),
+    ],
+)
+def test_processes_that_share_batches_are_counted(text: str, peers: int, tmp_path: Path) -> None:
+    settings = read(tmp_path, text)
+
+    assert settings.peers == peers
+    assert settings.config.world_size == 1
+    assert settings.ignored == ()
+
+
+def test_ranks_that_are_not_those_of_the_file_are_refused(tmp_path: Path) -> None:
+    assert read(tmp_path, "dp_shard_size: 4", world_size=8).config.world_size == 8
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, "{dp_shard_size: 2, dp_replicate_size: 2}", world_size=6)
+    assert str(caught.value) == (
+        "world_size is 6, but must be a multiple of 4, which is dp_shard_size times "
+        f"dp_replicate_size in {tmp_path / 'config.yml'}"
+    )
 
 
 def test_the_evaluation_may_have_a_length_of_its_own(tmp_path: Path) -> None:
@@ -133,11 +160,14 @@ def test_every_key_is_either_used_or_ignored(tmp_path: Path) -> None:
     assert settings.ignored == ("base_model", "datasets", "learning_rate", "val_set_size")
 
 
-def test_a_misspelt_key_is_told(tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=r"sample_paking is ignored; did you mean sample_packing\?"
-    ):
-        read(tmp_path, "sample_paking: true")
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("sample_paking", "sample_packing"), ("sequence_length", "sequence_len")],
+)
+def test_a_misspelt_key_is_told(key: str, meant: str, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=rf"{key} is ignored; did you mean {meant}\?"):
+        settings = read(tmp_path, f"{key}: 1")
+    assert settings.ignored == (key,)
 
 
 # ---- what comes out ----
@@ -224,6 +254,8 @@ def test_a_stream_is_packed_into_one_row(tmp_path: Path) -> None:
         ("{streaming: true, streaming_multipack_buffer_size: 5, pretrain_multipack_buffer_size: 5}",
          "pretrain_multipack_buffer_size",
          "it is the old name of streaming_multipack_buffer_size: give either"),
+        ("{context_parallel_size: 2, sequence_parallel_degree: 4}", "sequence_parallel_degree",
+         "it is the old name of context_parallel_size: give either"),
         ("{sample_packing: true, eval_sample_packing: true, eval_table_size: 5}",
          "eval_table_size", "it needs eval_sample_packing: false"),
         ("{sample_packing: true, do_causal_lm_eval: true}", "do_causal_lm_eval",
@@ -242,6 +274,9 @@ def test_a_stream_is_packed_into_one_row(tmp_path: Path) -> None:
         ("attn_implementation: paged", "attn_implementation",
          "'paged' is none of eager, sdpa, flex_attention, flash_attention_2, flash_attention_3"),
         ("sample_packing: perhaps", "sample_packing", "'perhaps' is neither true nor false"),
+        ("{sample_packing: true, sequence_parallel_degree: 2, micro_batch_size: 2}",
+         "context_parallel_size", "with sample_packing it needs micro_batch_size: 1"),
+        ("tensor_parallel_size: 0", "tensor_parallel_size", "0 is no integer of 1 or more"),
         ("sequence_len: many", "sequence_len", "'many' is no integer of 1 or more"),
         ("accelerator_config: 1", "accelerator_config", "1 is no mapping"),
     ],
@@ -274,6 +309,29 @@ def test_a_window_is_a_number_of_steps(steps: str, tmp_path: Path) -> None:
 def test_what_is_no_mapping_is_refused(text: str, found: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=found):
         read(tmp_path, text)
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, "sample_packing: true\nseed: 1\nsample_packing: false\n")
+    assert str(caught.value) == (
+        f"{tmp_path / 'config.yml'} has the key 'sample_packing' twice, in line 1 and in line 3: "
+        "leave one out"
+    )
+    with pytest.raises(ValueError, match="has the key 'split_batches' twice, in line 1 and in lin"):
+        read(tmp_path, "accelerator_config: {split_batches: true, split_batches: false}")
+
+
+def test_what_an_anchor_repeats_is_not_given_twice(tmp_path: Path) -> None:
+    settings = read(
+        tmp_path,
+        """
+        a: &a {path: some, type: alpaca}
+        datasets: [*a, {<<: *a, type: other}]
+        seed: 3
+        """,
+    )
+    assert settings.config.seed == 3
 
 
 def test_all_of_axolotls_settings_are_ours(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ import math
 import operator
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from multipack import ops
 from multipack._arrays import integer
+from multipack._yaml import read_yaml
 
 Split = Literal["train", "eval"]
 Layout = Literal["one_row", "real_rows", "padded", "flattened"]
@@ -132,15 +132,10 @@ class Config:
             Config: The settings of the file; every other key has its default.
 
         Raises:
-            ValueError: If the file is not a YAML mapping, or as for `Config`.
+            ValueError: If the file is not a YAML mapping, or gives a key twice, or as for `Config`.
             TypeError: As for `Config`.
         """
-        import yaml
-
-        try:
-            keys = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {error}") from error
+        keys = read_yaml(path)
         if keys is None:
             keys = {}
         if not isinstance(keys, dict):

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from multipack._arrays import Bools, Integers
 from multipack._config import Config, Split, layout
+from multipack._yaml import read_yaml
 from multipack.collate import Collator
 from multipack.sampler import MultipackBatchSampler
 from multipack.streaming import StreamingMultipack
@@ -86,11 +87,20 @@ _FLAGS = (
 _NUMBERS = (
     "batch_size",
     "context_parallel_size",
+    "dp_replicate_size",
+    "dp_shard_size",
     "gradient_accumulation_steps",
     "micro_batch_size",
     "pad_to_multiple_of",
     "sequence_len",
+    "tensor_parallel_size",
 )
+
+# Old names that Axolotl still takes.
+_RENAMED = {
+    "pretrain_multipack_buffer_size": "streaming_multipack_buffer_size",
+    "sequence_parallel_degree": "context_parallel_size",
+}
 
 _PAIRS = "it trains on pairs or prompts, and packed batches are for causal language modelling"
 # Never possible: the key, and why.
@@ -105,6 +115,7 @@ _USED = {
     *_FLAGS,
     *_NUMBERS,
     *_REFUSED,
+    *_RENAMED,
     "accelerator_config",
     "attn_implementation",
     "data_seed",
@@ -112,7 +123,6 @@ _USED = {
     "eval_sequence_len",
     "eval_table_size",
     "padding_side",
-    "pretrain_multipack_buffer_size",
     "pretraining_dataset",
 }
 
@@ -127,6 +137,9 @@ class AxolotlSettings:
     """The same for evaluation, which may have another `eval_sequence_len`."""
     attention: str
     """How the samples of a row are kept apart: as for `Collator`."""
+    peers: int
+    """How many processes share one rank's batches, for `check_ranks`: the file's tensor-parallel
+    times its context-parallel size."""
     is_streaming: bool
     """Whether the data is a stream: `stream` instead of `sampler`."""
     used: Mapping[str, Any]
@@ -200,7 +213,9 @@ class AxolotlSettings:
         return self.eval_config if split == "eval" else self.config
 
 
-def from_yaml(path: str | PathLike[str], *, world_size: int = 1, **keys: Any) -> AxolotlSettings:
+def from_yaml(
+    path: str | PathLike[str], *, world_size: int | None = None, **keys: Any
+) -> AxolotlSettings:
     """Read an Axolotl YAML.
 
     For ``{sequence_len: 2048, micro_batch_size: 2, sample_packing: true, flash_attention: true}``
@@ -210,7 +225,8 @@ def from_yaml(path: str | PathLike[str], *, world_size: int = 1, **keys: Any) ->
 
     Args:
         path (str | os.PathLike): The file.
-        world_size (int): Data-parallel ranks, which the file does not say.
+        world_size (int): Data-parallel ranks: a multiple of the file's `dp_shard_size` times its
+            `dp_replicate_size`. None: as many as that.
         **keys: Settings of `Config` that override what the file says, such as
             ``sample_packing_algorithm="best_fit_decreasing"``.
 
@@ -218,8 +234,9 @@ def from_yaml(path: str | PathLike[str], *, world_size: int = 1, **keys: Any) ->
         AxolotlSettings: The settings, and what they were taken from.
 
     Raises:
-        ValueError: If the file is not a YAML mapping, or asks for something that is not possible;
-            the text names each such key with the reason. Also as for `Config`.
+        ValueError: If the file is not a YAML mapping, gives a key twice, or asks for something that
+            is not possible; the text names each such key with the reason. Also if `world_size` is
+            not a multiple of what the file says, and as for `Config`.
         TypeError: As for `Config`.
 
     Warns:
@@ -233,14 +250,23 @@ def from_yaml(path: str | PathLike[str], *, world_size: int = 1, **keys: Any) ->
         raise ValueError(f"{path} asks for what is not possible: {'; '.join(refused)}")
     ignored = tuple(key for key in given if key not in _USED)
     for key in ignored:
-        if near := difflib.get_close_matches(key, _USED, n=1, cutoff=0.9):
+        if near := difflib.get_close_matches(key, _USED, n=1, cutoff=0.85):
             warnings.warn(f"{path}: {key} is ignored; did you mean {near[0]}?", stacklevel=2)
-    config = Config(**{**read.settings(), "world_size": world_size, **keys})
+    ranks = read.product("dp_shard_size", "dp_replicate_size")
+    config = Config(
+        **{**read.settings(), "world_size": ranks if world_size is None else world_size, **keys}
+    )
+    if config.world_size % ranks:
+        raise ValueError(
+            f"world_size is {config.world_size}, but must be a multiple of {ranks}, which is "
+            f"dp_shard_size times dp_replicate_size in {path}"
+        )
     length = given.get("eval_sequence_len")
     return AxolotlSettings(
         config=config,
         eval_config=config if length is None else config.replace(sequence_len=length),
         attention=_ATTENTION[read.attention],
+        peers=read.product("tensor_parallel_size", "context_parallel_size"),
         is_streaming=read.streaming,
         used={key: value for key, value in given.items() if key in _USED},
         ignored=ignored,
@@ -251,7 +277,8 @@ class _Reader:
     """The meaning of a file's keys."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+        self.named = given
+        self.given = given = {_RENAMED.get(key, key): value for key, value in given.items()}
         self.packs = bool(given.get("sample_packing"))
         packs_eval = given.get("eval_sample_packing")
         if packs_eval is None:
@@ -272,6 +299,10 @@ class _Reader:
         value = self.given.get(key)
         return _DEFAULTS.get(key) if value is None else value
 
+    def product(self, *sizes: str) -> int:
+        """Return the product of sizes of parallelism, which are 1 where the file has none."""
+        return math.prod(self.given.get(size) or 1 for size in sizes)
+
     def settings(self) -> dict[str, Any]:
         """Return the settings of `Config`."""
         packs_any = self.packs or self.packs_eval
@@ -279,10 +310,6 @@ class _Reader:
         for key in ("eval_batch_size", "data_seed"):
             settings[key] = self.get(key)
         settings["excess_length_strategy"] = str(settings["excess_length_strategy"]).lower()
-        settings["streaming_multipack_buffer_size"] = (
-            self.get("pretrain_multipack_buffer_size")
-            or settings["streaming_multipack_buffer_size"]
-        )
         if self.given.get("batch_size"):
             settings["gradient_accumulation_steps"] = (
                 self.given["batch_size"] // settings["micro_batch_size"]
@@ -378,7 +405,10 @@ class _Reader:
             yield "batch_size", "it is set beside gradient_accumulation_steps: give either"
         elif (given.get("batch_size") or 0) % self.get("micro_batch_size"):
             yield "batch_size", "it is no multiple of micro_batch_size"
-        split = (given.get("context_parallel_size") or 1) > 1
+        for old, new in _RENAMED.items():
+            if {old, new} <= self.named.keys():
+                yield old, f"it is the old name of {new}: give either"
+        split = self.product("context_parallel_size") > 1
         if split and self.packs and self.get("micro_batch_size") > 1:
             yield "context_parallel_size", "with sample_packing it needs micro_batch_size: 1"
         yield from self._refused_flattening()
@@ -416,11 +446,6 @@ class _Reader:
             yield "pretraining_dataset", "with sample_packing it can be one data set only"
         if given.get("pretrain_multipack_attn") is False:
             yield "pretrain_multipack_attn", "false would let samples attend to one another"
-        if {"streaming_multipack_buffer_size", "pretrain_multipack_buffer_size"} <= given.keys():
-            yield (
-                "pretrain_multipack_buffer_size",
-                "it is the old name of streaming_multipack_buffer_size: give either",
-            )
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
@@ -429,12 +454,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: If there is none.
     """
-    import yaml
-
-    try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    given = read_yaml(path)
     if not isinstance(given, dict):
         raise ValueError(f"{path} holds a {type(given).__name__}, but settings map keys to values")
     return given
