@@ -260,6 +260,27 @@ def test_a_sample_without_tokens_is_refused_by_its_number(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["list", "hugging face"])
+def test_labels_that_are_shifted_already_are_refused(kind: str, tmp_path: Path) -> None:
+    """The model takes no such argument, so that they would be left out, and all tokens learnt."""
+    samples = [
+        {"input_ids": sample["input_ids"], "shift_labels": [*sample["labels"][1:], -100]}
+        for sample in trainer_runs.chats(4)
+    ]
+    trainer = PackedTrainer(
+        model=trainer_runs.tiny_llama(),
+        args=trainer_runs.arguments(tmp_path),
+        train_dataset=datasets.Dataset.from_list(samples) if kind != "list" else samples,
+        config=Config(sequence_len=24),
+    )
+    with pytest.raises(ValueError) as error:
+        trainer.get_train_dataloader()
+    assert str(error.value) == (
+        "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels in "
+        "their place, which are [-100, *shift_labels[:-1]]"
+    )
+
+
+@pytest.mark.parametrize("kind", ["list", "hugging face"])
 def test_predictions_are_of_each_sample_in_order(kind: str, tmp_path: Path) -> None:
     samples = trainer_runs.chats(7)
     trainer = packed(tmp_path, per_device_eval_batch_size=3)

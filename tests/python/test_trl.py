@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def sft(
         "dataloader_pin_memory": False,
         "seed": 11,
     }
+    known = {field.name for field in dataclasses.fields(SFTConfig)}
+    defaults = {key: value for key, value in defaults.items() if key in known}
     arguments = {
         "model": trainer_runs.tiny_llama(),
         "args": SFTConfig(output_dir=str(folder), **(defaults | keys)),
@@ -197,8 +200,8 @@ def test_resumed_training_ends_with_the_same_weights(tmp_path: Path) -> None:
         ({"padding_free": True}, "padding_free is set, but multipack packs in the SFTTrainer's "),
         (
             {"max_length": 16},
-            "max_length is 16, to which samples would be cut before they are packed up to "
-            "sequence_len 32: set max_length to 32, or to None to let excess_length_strategy",
+            "max_length is 16, less than sequence_len 32: set sequence_len to 16, or max_length to "
+            "32 or None",
         ),
     ],
 )
@@ -208,3 +211,41 @@ def test_the_sft_trainer_s_own_packing_and_cutting_are_refused(
     with pytest.raises(ValueError) as error:
         sft(tmp_path, completions(), **keys)
     assert str(error.value).startswith(message)
+
+
+def test_args_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError) as error:
+        PackedSFTTrainer(
+            trainer_runs.tiny_llama(),
+            trainer_runs.arguments(tmp_path),
+            config=Config(sequence_len=32),
+        )
+    assert str(error.value) == "args is a TrainingArguments, but must be a trl.SFTConfig"
+
+
+@pytest.mark.parametrize("longest", [32, 40, None])
+def test_the_config_decides_about_samples_that_are_too_long(
+    longest: int | None, tmp_path: Path
+) -> None:
+    """The SFTTrainer would cut them to `max_length`, whatever the strategy is."""
+    long = {"prompt": "w1 ", "completion": " ".join(f"w{i}" for i in range(45))}
+    data = datasets.concatenate_datasets([completions(), datasets.Dataset.from_list([long])])
+
+    def tokens(strategy: str) -> list[Any]:
+        config = {"sequence_len": 32, "excess_length_strategy": strategy}
+        trainer = sft(
+            tmp_path, data, config={**config, "incomplete_batches": "fill"}, max_length=longest
+        )
+        assert trainer.args.max_length is None
+        loader = trainer.get_train_dataloader()
+        return [ids for batch in loader for ids, _ in samples_in(batch)]
+
+    with pytest.warns(UserWarning, match="of 25 samples 1 dropped"):
+        dropped = tokens("drop")
+    assert len(dropped) == 24
+    with pytest.warns(UserWarning, match="of 25 samples 1 cut"):
+        cut = tokens("truncate")
+    assert len(cut) == 25
+    assert max(map(len, cut)) == 32
+    with pytest.raises(ValueError, match="sample 24 has 47 tokens"):
+        tokens("raise")

@@ -17,19 +17,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
 import numpy as np
 import torch
-from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
-from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_convert
-from transformers import Trainer, __version__
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints, seed_worker
 
 from multipack._config import Config, Split, layout
 from multipack._plan import Plan, count_labels
@@ -42,7 +37,21 @@ from multipack.integrations._parallel import (
     refuse_sequence_parallelism,
 )
 from multipack.integrations._ranks import check_ranks
+from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
+
+require("accelerate", "datasets", "transformers")
+import datasets  # type: ignore[import-untyped] # noqa: E402
+from accelerate.data_loader import (  # type: ignore[import-untyped] # noqa: E402
+    prepare_data_loader,
+)
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped] # noqa: E402
+from transformers import Trainer, __version__  # noqa: E402
+from transformers.trainer_utils import (  # noqa: E402
+    EvalLoopOutput,
+    rotate_checkpoints,
+    seed_worker,
+)
 
 # Names of trainers that do not train on single causal texts, as parts of class names.
 _OTHER_TRAINERS = {
@@ -221,6 +230,7 @@ class PackedTrainer(Trainer):
         data: Dataset[Any]
         collate: Any = collator
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            _refuse_shifted(dataset.column_names)
             dataset = self._remove_unused_columns(dataset, description=split)
             flat = PackedDataset.from_arrow(dataset, collator=collator)
             lengths, counts, starts = flat.lengths, None, None
@@ -231,9 +241,8 @@ class PackedTrainer(Trainer):
             else:
                 data = RowDataset(dataset)
         else:
-            dataset = self._without_unused_keys(dataset)
             lengths, counts, starts = _measure(dataset, config)
-            data = RowDataset(dataset)
+            data = RowDataset(self._without_unused_keys(dataset))
         sampler = MultipackBatchSampler(
             lengths,
             counts,
@@ -251,9 +260,10 @@ class PackedTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            # Older versions of transformers have no arguments for these two.
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            in_order=getattr(args, "dataloader_in_order", True),
             prefetch_factor=args.dataloader_prefetch_factor,
-            in_order=args.dataloader_in_order,
             worker_init_fn=partial(
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
@@ -566,7 +576,7 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
     """Read through a data set for lengths, label counts and label starts, 1000 samples at a time.
 
     Raises:
-        ValueError: If a sample has no `input_ids`, or only some have labels.
+        ValueError: If a sample has no `input_ids`, its labels are shifted, or only some have any.
     """
     lengths, counts, starts = [], [], []
     for first in range(0, len(dataset), 1000):
@@ -575,6 +585,7 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
         for number, sample in zip(numbers, samples, strict=True):
             if "input_ids" not in sample:
                 raise ValueError(f"sample {number} has no 'input_ids': tokenise the data set first")
+            _refuse_shifted(sample)
         sizes = [len(sample["input_ids"]) for sample in samples]
         lengths += sizes
         labels = [
@@ -596,6 +607,19 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
             f"{labelled} of {len(lengths)} samples have labels: give them to all, or to none"
         )
     return lengths, torch.cat(counts), torch.cat(starts)
+
+
+def _refuse_shifted(keys: Container[str]) -> None:
+    """Refuse labels that are moved to where they are predicted, which no model would be given.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    if "shift_labels" in keys:
+        raise ValueError(
+            "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels "
+            "in their place, which are [-100, *shift_labels[:-1]]"
+        )
 
 
 def _each(datasets_: Any) -> Iterator[Any]:

@@ -33,7 +33,10 @@ from multipack.integrations._parallel import (
     refuse_sequence_parallelism,
 )
 from multipack.integrations._ranks import check_ranks
+from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
+
+require("accelerate")
 
 
 def prepare(accelerator: Any, *objects: Any, **keys: Any) -> Any:

@@ -24,12 +24,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 from multipack._agreement import check_agreement
 from multipack.integrations._ranks import check_ranks
+from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
+
+require("lightning")
+from lightning.pytorch import (  # noqa: E402
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+)
+from lightning.pytorch.utilities.combined_loader import CombinedLoader  # noqa: E402
 
 
 def trainer_settings(trainer: Trainer) -> dict[str, int]:

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchdata.stateful_dataloader import (  # type: ignore[import-untyped]
-    StatefulDataLoader,
-)
-
 from multipack._agreement import check_agreement
 from multipack.dataset import PackedDataset, RowDataset
+from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
 from multipack.streaming import StreamingMultipack
+
+require("torchdata")
+from torchdata.stateful_dataloader import (  # type: ignore[import-untyped] # noqa: E402
+    StatefulDataLoader,
+)
 
 _DECIDED = ("sampler", "batch_sampler", "batch_size", "shuffle", "drop_last")
 

@@ -15,19 +15,24 @@ Its batches, evaluation and checkpoints are those of `multipack.integrations.hf.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
-
-from trl.trainer.sft_trainer import SFTTrainer
 
 from multipack._config import Config
 from multipack.integrations._trainer import PackedTrainer
+from multipack.integrations._versions import require
+
+require("trl")
+from trl import SFTConfig  # noqa: E402
+from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
 
 
 class PackedSFTTrainer(PackedTrainer, SFTTrainer):
     """An SFTTrainer whose batches are packed, padded or flattened, and balanced, by a `Config`.
 
-    The SFTTrainer cuts samples to its `max_length` before they are planned. It may not be less than
-    the config's `sequence_len`; with None, `excess_length_strategy` decides about longer ones.
+    What becomes of samples longer than the config's `sequence_len` is for its
+    `excess_length_strategy` to say: they are dropped and counted, and with ``"truncate"`` cut as
+    the SFTTrainer would. It itself cuts nothing, so its `max_length` may not be less.
 
     Args:
         model: As for the SFTTrainer.
@@ -36,28 +41,35 @@ class PackedSFTTrainer(PackedTrainer, SFTTrainer):
         **kwargs: As for the SFTTrainer and `PackedTrainer`.
 
     Raises:
-        TypeError: As for `PackedTrainer`.
+        TypeError: As for `PackedTrainer`; if `args` is no SFTConfig.
         ValueError: As for `PackedTrainer`; if `packing`, `eval_packing` or `padding_free` is set,
-            or `max_length` is less than `sequence_len`.
+            `max_length` is less than `sequence_len`, or samples are to be cut at their beginning.
     """
 
     def __init__(
         self, model: Any = None, args: Any = None, *, config: Config, **kwargs: Any
     ) -> None:
+        if not isinstance(args, SFTConfig):
+            raise TypeError(f"args is a {type(args).__name__}, but must be a trl.SFTConfig")
         for name in ("packing", "eval_packing", "padding_free"):
             if getattr(args, name, None):
                 raise ValueError(
                     f"{name} is set, but multipack packs in the SFTTrainer's place: leave it out"
                 )
-        # The default of a SFTConfig that is not given.
-        longest = getattr(args, "max_length", 1024)
-        needed = config.sequence_len
+        longest, needed = args.max_length, config.sequence_len
         if longest is not None and needed is not None and longest < needed:
             raise ValueError(
-                f"max_length is {longest}, to which samples would be cut before they are packed "
-                f"up to sequence_len {needed}: set max_length to {needed}, or to None to let "
-                "excess_length_strategy decide"
+                f"max_length is {longest}, less than sequence_len {needed}: set sequence_len to "
+                f"{longest}, or max_length to {needed} or None"
             )
+        cut = getattr(args, "truncation_mode", "keep_start")
+        if cut != "keep_start" and config.excess_length_strategy == "truncate":
+            raise ValueError(
+                f"truncation_mode is {cut!r}, but excess_length_strategy "
+                "'truncate' keeps the beginning of a sample: leave it out"
+            )
+        args = copy.copy(args)
+        args.max_length = None
         super().__init__(model, args, config=config, **kwargs)
 
     def compute_loss(
