@@ -20,10 +20,13 @@ export LIBTORCH_USE_PYTORCH := 1
 # Threads that wait by spinning slow one another down wherever two programs share the cores.
 export OMP_WAIT_POLICY := passive
 
+TESTED_WITH_OLDEST := accelerate arrow examples hf_attention hf_trainer lightning resume_hf \
+	torchdata torchrun trl versions workers
+
 SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
 	$(shell find src cpp -type f)
 
-.PHONY: demo build test test-resume test-page lint bench bench-peers docs tools
+.PHONY: demo build test test-resume test-min test-page lint bench bench-peers docs tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -40,6 +43,10 @@ test: build
 # Every combination of settings, of which `test` runs pairs: some minutes.
 test-resume: build
 	MULTIPACK_RESUME=all python -m pytest tests/python/test_resume*.py
+
+# The integrations with the oldest libraries that they work with.
+test-min: build .venv-min/requirements.stamp
+	.venv-min/bin/python -m pytest $(TESTED_WITH_OLDEST:%=tests/python/test_%.py)
 
 # The page of `multipack report` in a browser: needs Chromium, and fails without it.
 test-page: build
@@ -83,6 +90,14 @@ docs: build .venv/docs.stamp
 .venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"
 	python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# It sees the packages of .venv behind its own, and this package where it lies.
+.venv-min/requirements.stamp: requirements-min.txt .venv/requirements.stamp
+	test -x .venv-min/bin/python || python -m venv --without-pip .venv-min
+	echo $(CURDIR)/.venv/lib/python*/site-packages $(CURDIR)/torch_ext | tr ' ' '\n' \
+		> $$(echo .venv-min/lib/python*/site-packages)/shared.pth
+	.venv-min/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
 .venv/requirements.stamp: requirements.txt | tools

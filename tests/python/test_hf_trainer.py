@@ -16,7 +16,7 @@ import torch
 import trainer_runs
 import transformers
 from resume_cases import LAYOUTS
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from multipack import Collator, Config
 from multipack.integrations import _trainer
@@ -260,10 +260,27 @@ def test_a_sample_without_tokens_is_refused_by_its_number(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["list", "hugging face"])
-def test_labels_that_are_shifted_already_are_refused(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "shift_labels",
+            "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels "
+            "in their place, which are [-100, *shift_labels[:-1]]",
+        ),
+        (
+            "completion_mask",
+            "the samples have 'completion_mask' and no labels: give labels, which are -100 where "
+            "the mask is 0",
+        ),
+    ],
+)
+def test_labels_by_another_name_are_refused(
+    name: str, text: str, kind: str, tmp_path: Path
+) -> None:
     """The model takes no such argument, so that they would be left out, and all tokens learnt."""
     samples = [
-        {"input_ids": sample["input_ids"], "shift_labels": [*sample["labels"][1:], -100]}
+        {"input_ids": sample["input_ids"], name: sample["labels"]}
         for sample in trainer_runs.chats(4)
     ]
     trainer = PackedTrainer(
@@ -274,10 +291,7 @@ def test_labels_that_are_shifted_already_are_refused(kind: str, tmp_path: Path) 
     )
     with pytest.raises(ValueError) as error:
         trainer.get_train_dataloader()
-    assert str(error.value) == (
-        "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels in "
-        "their place, which are [-100, *shift_labels[:-1]]"
-    )
+    assert str(error.value) == text
 
 
 @pytest.mark.parametrize("kind", ["list", "hugging face"])
@@ -333,7 +347,10 @@ def test_the_plan_follows_the_batch_size_that_fits(tmp_path: Path) -> None:
         num_train_epochs=1,
     )
     trainer.train()
-    assert model.seen == [4, 3] + [2] * len(trainer._train_plan)
+    steps = len(trainer._train_plan)
+    tried, trained = model.seen[:-steps], model.seen[-steps:]
+    assert tried in ([4], [4, 3])  # accelerate halves the size, or takes a tenth off
+    assert trained == [2] * steps
     assert trainer._train_plan.config.micro_batch_size == 2
     assert trainer.state.global_step == len(trainer._train_plan)
     evaluated = trainer.get_eval_dataloader()
@@ -652,7 +669,13 @@ def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_aloud(
     numbers = sorted(positions(saved))
     newest, before = (saved / f"checkpoint-{number}" for number in numbers[:-3:-1])
     spoil(newest, how)
-    trainer = packed(saved, **SAVED)
+    begun = []
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    trainer = packed(saved, given={"callbacks": [Begin()]}, **SAVED)
     with pytest.warns(UserWarning) as told:
         trainer.train(resume_from_checkpoint=True if asked == "newest" else str(newest))
     texts = [str(warning.message) for warning in told]
@@ -661,7 +684,7 @@ def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_aloud(
         and text.endswith(f"; resuming from {before} instead")
         for text in texts
     ), texts
-    assert trainer._initial_global_step == numbers[-2]
+    assert begun == numbers[-2:-1]
 
 
 def test_an_earlier_checkpoint_that_is_not_whole_is_an_error_if_asked_for(saved: Path) -> None:

@@ -230,7 +230,7 @@ class PackedTrainer(Trainer):
         data: Dataset[Any]
         collate: Any = collator
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            _refuse_shifted(dataset.column_names)
+            _refuse_other_labels(dataset.column_names)
             dataset = self._remove_unused_columns(dataset, description=split)
             flat = PackedDataset.from_arrow(dataset, collator=collator)
             lengths, counts, starts = flat.lengths, None, None
@@ -576,7 +576,7 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
     """Read through a data set for lengths, label counts and label starts, 1000 samples at a time.
 
     Raises:
-        ValueError: If a sample has no `input_ids`, its labels are shifted, or only some have any.
+        ValueError: If a sample has no `input_ids`, labels by another name, or only some have any.
     """
     lengths, counts, starts = [], [], []
     for first in range(0, len(dataset), 1000):
@@ -585,7 +585,7 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
         for number, sample in zip(numbers, samples, strict=True):
             if "input_ids" not in sample:
                 raise ValueError(f"sample {number} has no 'input_ids': tokenise the data set first")
-            _refuse_shifted(sample)
+            _refuse_other_labels(sample)
         sizes = [len(sample["input_ids"]) for sample in samples]
         lengths += sizes
         labels = [
@@ -609,17 +609,24 @@ def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
     return lengths, torch.cat(counts), torch.cat(starts)
 
 
-def _refuse_shifted(keys: Container[str]) -> None:
-    """Refuse labels that are moved to where they are predicted, which no model would be given.
+def _refuse_other_labels(keys: Container[str]) -> None:
+    """Refuse what says by another name which tokens are supervised: the model takes no such key.
 
     Raises:
-        ValueError: If there are some.
+        ValueError: If there are labels that are moved to where they are predicted, or a mask of
+            TRL's in place of labels.
     """
     if "shift_labels" in keys:
         raise ValueError(
             "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels "
             "in their place, which are [-100, *shift_labels[:-1]]"
         )
+    for mask in ("completion_mask", "assistant_masks"):
+        if mask in keys and "labels" not in keys:
+            raise ValueError(
+                f"the samples have {mask!r} and no labels: give labels, which are -100 where the "
+                "mask is 0"
+            )
 
 
 def _each(datasets_: Any) -> Iterator[Any]:

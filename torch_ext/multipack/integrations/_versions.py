@@ -1,6 +1,10 @@
 """The oldest version of each library that its adapter works with, and what is said of older ones.
 
-The tests run with all of these at once (requirements-min.txt), and with the newest.
+The tests run with all of these at once (requirements-min.txt), and with the newest. What stands
+against older ones: before transformers 5.3 the Trainer has no epochs that can be replaced, and
+before 5.6 it divides the gradients of an accumulated step by its microbatches twice; before
+TRL 1.7 its collator masks prompts, and not its data set; Lightning 2.4 goes on in the middle of an
+accumulated step with other gradients.
 """
 
 from __future__ import annotations
@@ -10,11 +14,11 @@ from importlib import metadata
 
 OLDEST = {
     "accelerate": "1.4.0",
-    "datasets": "3.0.0",
+    "datasets": "4.7.0",
     "lightning": "2.5.0",
     "torchdata": "0.10.0",
-    "transformers": "5.3.0",
-    "trl": "0.24.0",
+    "transformers": "5.6.0",
+    "trl": "1.7.0",
 }
 
 

@@ -23,7 +23,7 @@ from multipack.integrations._trainer import PackedTrainer
 from multipack.integrations._versions import require
 
 require("trl")
-from trl import SFTConfig  # noqa: E402
+from trl.trainer.sft_config import SFTConfig  # noqa: E402
 from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
 
 
