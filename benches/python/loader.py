@@ -6,8 +6,14 @@ Two data sets of Hugging Face, int32 with labels, lognormal lengths, are written
 unless they are there, and read back memory-mapped, in chunks of 1000 samples as they are written:
 200,000 samples of 600 tokens in the mean, and a million of 150; a gigabyte each. Two figures:
 
-- *tokens a second and worker*: workers collate rows of 16384 tokens and send the tensors over; the
-  main process takes them. Every tenth batch is compared with its samples.
+- *tokens a second and worker*: workers collate batches of four rows of 4096 tokens and send them
+  over; the main process copies the tensors into others, as a trainer copies them to its device.
+  Every tenth batch is compared with its samples. A loader prefetches two batches for each worker
+  unless told otherwise; with four a worker seldom waits. The main process has the last core for
+  itself, and the workers share the others: left to itself, Linux keeps processes that wake one
+  another on one core where cores share no cache, as in virtual machines. Beside the clock there is
+  processor time, of the workers and of the main process: what either could do if the other took
+  none.
 - *start to first batch*: label counts of the million read, two ranks balanced and planned, the
   first batch in hand, all in this process; the file was opened before.
 """
@@ -15,6 +21,7 @@ unless they are there, and read back memory-mapped, in chunks of 1000 samples as
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import tempfile
 import time
@@ -34,6 +41,7 @@ PART = 100_000
 LONG = (200_000, 5.923548, 4096)
 SHORT = (1_000_000, 4.537, 1024)
 CONFIG = multipack.Config(sequence_len=4096, micro_batch_size=4)
+CORES = os.sched_getaffinity(0)
 
 
 def opened(folder: Path, samples: int, mean: float, longest: int) -> datasets.Dataset:
@@ -65,29 +73,54 @@ def expected(dataset: datasets.Dataset, batch: list[list[int]]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(list(samples["input_ids"])).astype(np.int64))
 
 
-def tokens_per_second(dataset: datasets.Dataset, workers: int, batches: int) -> tuple[float, float]:
-    """Take so many batches from workers; return the tokens a second, of the clock and of a worker.
+def tokens_per_second(
+    dataset: datasets.Dataset, workers: int, prefetched: int, batches: int
+) -> dict[str, float]:
+    """Take so many batches from workers; return the tokens a second by the clock and by processors.
 
-    The second counts the processor time of the workers, their start included: what they would give
-    if nothing else ran.
+    The time of the workers has their start in it.
     """
     collator = multipack.Collator(CONFIG, attention="flash")
     packed = multipack.PackedDataset.from_arrow(dataset, collator=collator)
     sampler = multipack.MultipackBatchSampler(packed.lengths, config=CONFIG)
     order = [sampler.plan[0, k] for k in range(batches)]
-    loader = iter(DataLoader(packed, sampler=order, batch_size=None, num_workers=workers))
+    loader = iter(
+        DataLoader(
+            packed,
+            sampler=order,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=prefetched,
+            worker_init_fn=keep_to_a_core,
+        )
+    )
     kept = {0: next(loader)["input_ids"]}
-    tokens, start, before = 0, time.perf_counter(), cpu_of_children()
+    row = torch.empty(1, CONFIG.micro_batch_size * CONFIG.sequence_len, dtype=torch.int64)
+    taken = {key: row.clone() for key in ("input_ids", "labels", "position_ids")}
+    tokens, of_workers = 0, cpu_of_children()
+    start, of_main = time.perf_counter(), time.process_time()
     for number, batch in enumerate(loader, 1):
+        for key, tensor in taken.items():
+            tensor[:, : batch[key].shape[1]].copy_(batch[key])
         tokens += batch["input_ids"].numel()
         if number % 10 == 0:
             kept[number] = batch["input_ids"]
-    seconds = time.perf_counter() - start
+    seconds, of_main = time.perf_counter() - start, time.process_time() - of_main
     del loader
-    cpu = cpu_of_children() - before
+    of_workers = cpu_of_children() - of_workers
     for number, ids in kept.items():
         assert ids.flatten().equal(expected(dataset, order[number])), number
-    return tokens / seconds, tokens / cpu
+    return {
+        "by the clock and worker": tokens / seconds / workers,
+        "by the workers' processor time": tokens / of_workers,
+        "by the main process's": tokens / of_main,
+    }
+
+
+def keep_to_a_core(worker: int) -> None:
+    """Leave the last core, which worker -1 is kept to, to the main process."""
+    cores = sorted(CORES)
+    os.sched_setaffinity(0, {cores[-1] if worker < 0 else cores[worker % max(len(cores) - 1, 1)]})
 
 
 def cpu_of_children() -> float:
@@ -125,7 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="keeps the data sets for the next time")
     parser.add_argument("--batches", type=int, default=4_000, help="of each measurement")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--prefetch", type=int, nargs="+", default=[2, 4], help="for each worker")
     arguments = parser.parse_args()
 
     datasets.disable_progress_bars()
@@ -134,12 +168,12 @@ def main() -> None:
         for stage, seconds in first_batch(opened(folder / "short", *SHORT)).items():
             print(f"{stage:<16} {seconds:6.2f} s")
         dataset = opened(folder / "long", *LONG)
+        keep_to_a_core(-1)
         for workers in arguments.workers:
-            rate, of_cpu = tokens_per_second(dataset, workers, arguments.batches)
-            print(
-                f"{workers} workers: {rate / 1e6:.1f} million tokens/s, {rate / workers / 1e6:.1f} "
-                f"each, {of_cpu / 1e6:.1f} per second of a worker's processor time"
-            )
+            for prefetched in arguments.prefetch:
+                rates = tokens_per_second(dataset, workers, prefetched, arguments.batches)
+                text = ", ".join(f"{rate / 1e6:.1f} {name}" for name, rate in rates.items())
+                print(f"{workers} workers, {prefetched} prefetched: million tokens/s: {text}")
 
 
 if __name__ == "__main__":

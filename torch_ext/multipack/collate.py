@@ -342,7 +342,7 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
         raise ValueError("the rows of the microbatch are empty: every row has at least one sample")
     if kind == "padded":
         sizes = [1] * len(items)
-    return items, torch.tensor([0, *itertools.accumulate(sizes)])
+    return items, torch.from_numpy(np.array([0, *itertools.accumulate(sizes)]))
 
 
 def lay_out(
@@ -508,7 +508,8 @@ def _constant(collator: Collator, borders: torch.Tensor) -> torch.Tensor:
 def _longest_segment(collator: Collator, made: ops.Batch, borders: torch.Tensor) -> int:
     """Return the longest segment, or the longest that there may be where that must not change."""
     if collator.max_segments is None:
-        return int(made.max_seqlen if borders is made.cu_seqlens else borders.diff().max())
+        same = borders is made.cu_seqlens or collator.config.align_samples_to == 1
+        return int(made.max_seqlen if same else borders.diff().max())
     row_len, align = made.input_ids.shape[1], collator.config.align_samples_to
     bound = collator.config.sequence_len or row_len
     return min(-(-bound // align) * align, row_len)
@@ -526,7 +527,8 @@ def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) 
 
     The planner leaves both out, so that the lengths that it was given were others.
     """
-    lengths = offsets[index + 1] - offsets[index]
+    borders, places = offsets.numpy(), index.numpy()
+    lengths = borders[places + 1] - borders[places]
     longest, bound = int(lengths.max()), config.sequence_len
     if longest == 0:
         raise ValueError(
@@ -536,7 +538,7 @@ def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) 
         return longest
     if config.excess_length_strategy == "truncate":
         return bound
-    sample = int((lengths > bound).nonzero()[0])
+    sample = int((lengths > bound).argmax())
     raise ValueError(
         f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
         f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
