@@ -95,7 +95,7 @@ docs: build .venv/docs.stamp
 # It sees the packages of .venv behind its own, and this package where it lies.
 .venv-min/requirements.stamp: requirements-min.txt .venv/requirements.stamp
 	test -x .venv-min/bin/python || python -m venv --without-pip .venv-min
-	echo $(CURDIR)/.venv/lib/python*/site-packages $(CURDIR)/torch_ext | tr ' ' '\n' \
+	printf '%s\n' $(CURDIR)/.venv/lib/python*/site-packages $(CURDIR)/torch_ext \
 		> $$(echo .venv-min/lib/python*/site-packages)/shared.pth
 	.venv-min/bin/python -m pip install --quiet --requirement $<
 	touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import trainer_runs
 from processes import run
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from multipack import Collator, Config, MultipackBatchSampler, RowDataset, StreamingMultipack
@@ -139,6 +142,39 @@ def test_a_stream_is_shared_out_over_ranks_and_workers(source: str) -> None:
     assert len(seen[0][0]) == len(seen[1][0])
     counts = Counter(sample for by_workers, _ in seen for batch in by_workers for sample in batch)
     assert counts == dict.fromkeys(range(1, len(SAMPLES) + 1), 1)
+
+
+def steps_of_the_loop(rank: int, ranks: int) -> dict[str, Any]:
+    """Return the gradients of one step of the example's loop in every layout."""
+    train_step = runpy.run_path(str(EXAMPLE))["train_step"]
+    samples = trainer_runs.chats(24)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    found = {}
+    for name, keys in LAYOUTS.items():
+        config = Config(
+            sequence_len=32,
+            world_size=ranks,
+            gradient_accumulation_steps=12 // ranks,
+            balance_labels=True,
+            incomplete_batches="fill",
+            **keys,
+        )
+        counts = [sum(label != -100 for label in sample["labels"]) for sample in samples]
+        sampler = MultipackBatchSampler(lengths, counts, config, rank=rank)
+        collator = Collator(config, attention="bool")
+        step = list(DataLoader(RowDataset(samples), batch_sampler=sampler, collate_fn=collator))
+        assert 1 < len(step) <= config.gradient_accumulation_steps
+        model = trainer_runs.tiny_llama()
+        train_step(DistributedDataParallel(model) if ranks > 1 else model, step, ranks)
+        found[name] = {key: value.grad.numpy() for key, value in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_step_of_the_loop_has_the_gradients_of_its_samples_each_alone(ranks: int) -> None:
+    for found in run(steps_of_the_loop, ranks, ranks):
+        for layout in LAYOUTS:
+            trainer_runs.check_gradients(found[layout], trainer_runs.chats(24))
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:

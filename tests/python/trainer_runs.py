@@ -166,3 +166,29 @@ def arguments(folder: str | Path, **keys: Any) -> Any:
 def weights(model: Any) -> dict[str, Any]:
     """Return the weights as arrays, by name."""
     return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
+
+
+def each_alone(samples: list[dict[str, list[int]]]) -> tuple[float, dict[str, Any]]:
+    """Return the loss and the gradients of all samples, each alone, as a mean over all tokens."""
+    import torch
+
+    model = tiny_llama()
+    total, tokens = torch.zeros(()), 0
+    for sample in samples:
+        labels = torch.tensor(sample["labels"])[1:]
+        logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        tokens += int((labels != -100).sum())
+    loss = total / tokens
+    loss.backward()
+    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def check_gradients(found: dict[str, Any], samples: list[dict[str, list[int]]]) -> None:
+    """Compare gradients with those of all samples, each alone."""
+    import numpy as np
+
+    for name, value in each_alone(samples)[1].items():
+        largest = np.abs(value).max()
+        assert largest > 1e-3
+        np.testing.assert_allclose(found[name], value, atol=1e-4 * largest, err_msg=name)
