@@ -192,7 +192,9 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _print(plan: multipack.Plan) -> None:
     print(_headline(plan))
-    print(f"{len(plan):,} microbatches on each of {plan.config.world_size} ranks")
+    ranks = plan.config.world_size
+    where = "" if ranks == 1 else f" on each of {ranks} ranks"
+    print(f"{len(plan):,} microbatch{'' if len(plan) == 1 else 'es'}{where}")
     print(plan.stats)
 
 
