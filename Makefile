@@ -83,7 +83,7 @@ docs: build .venv/docs.stamp
 	# pdoc does not find what the fields of named tuples refer to.
 	python -W error::UserWarning -W "ignore:Error parsing type annotation ForwardRef" \
 		-m pdoc --docformat google --output-directory build/docs \
-		multipack multipack.ops $(addprefix multipack.integrations., \
+		multipack multipack.ops multipack.integrations $(addprefix multipack.integrations., \
 		accelerate axolotl hf lightning torchdata trl)
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps $(TORCH)
 
