@@ -45,7 +45,6 @@ def train(folder: Path, *, epochs: float = 2, samples: int = 600) -> PackedSFTTr
             learning_rate=3e-3,
             save_steps=10,
             report_to="none",
-            activation_checkpointing=False,
             bf16=False,
             use_cpu=True,  # leave it out for GPUs
             dataloader_pin_memory=False,
