@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 import trainer_runs
 from accelerate import Accelerator, skip_first_batches
+from resume_cases import LAYOUTS
 from torch.utils.data import DataLoader, default_convert
 
 from multipack import Collator, Config, MultipackBatchSampler, PackedDataset, RowDataset
 from multipack.integrations.accelerate import load_state_dict, prepare, set_epoch
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SAMPLES = trainer_runs.chats(40)
 LENGTHS = [len(sample["input_ids"]) for sample in SAMPLES]
 
@@ -82,6 +86,33 @@ def test_every_pass_has_this_rank_s_share_of_its_epoch(processes: int) -> None:
             assert found["epoch 1"] == expected[1]
             assert found["epoch 2 skipped"] == expected[2][2:]
             assert found["epoch 1 resumed"] == expected[1][3:]
+
+
+def gradients_of_a_step(layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the gradients of a step of the example's loop with all samples."""
+    sys.path.insert(0, str(EXAMPLES))
+    step = importlib.import_module("accelerate_loop").step
+    accelerator = Accelerator(cpu=True)
+    config = Config(
+        sequence_len=24,
+        micro_batch_size=2,
+        world_size=accelerator.num_processes,
+        incomplete_batches="fill",
+        **layout,
+    )
+    sampler = MultipackBatchSampler(LENGTHS, config=config, rank="all")
+    collator = Collator(config, attention="bool")
+    loader = DataLoader(RowDataset(SAMPLES), batch_sampler=sampler, collate_fn=collator)
+    model, loader = prepare(accelerator, trainer_runs.tiny_llama(), loader)
+    step(accelerator, model, list(loader))
+    return {n: p.grad.numpy() for n, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_has_the_gradients_of_its_samples_each_alone(layout: str, processes: int) -> None:
+    for found in trainer_runs.run(gradients_of_a_step, processes, LAYOUTS[layout]):
+        trainer_runs.check_gradients(found, SAMPLES)
 
 
 def test_a_position_loaded_behind_the_loader_s_back_is_not_lost_in_silence() -> None:
