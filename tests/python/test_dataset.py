@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -456,37 +453,3 @@ def test_a_batch_of_many_small_samples_is_a_handful_of_shared_tensors() -> None:
 
     assert len(kept) == 40
     assert len([value for value in kept[0].values() if isinstance(value, torch.Tensor)]) == 5
-
-
-def test_a_worker_does_not_copy_the_plan_or_the_data() -> None:
-    """Reference counts of Python ints would make every worker copy them all."""
-    code = """
-import torch, multipack
-from torch.utils.data import DataLoader
-
-def private_kib():
-    with open("/proc/self/smaps_rollup") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
-
-class Watched(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data, self.before = data, None
-    def __getitem__(self, batch):
-        if self.before is None:
-            self.before = private_kib()
-        self.data[batch]
-        return private_kib() - self.before
-
-n = 1_000_000
-data = multipack.PackedDataset(
-    torch.arange(4 * n, dtype=torch.int32), torch.arange(0, 4 * n + 1, 4),
-    collator=multipack.Collator(attention="flash", sequence_len=4096))
-sampler = multipack.MultipackBatchSampler(data.lengths, data.label_counts()[0], sequence_len=4096)
-loader = DataLoader(Watched(data), sampler=sampler, batch_size=None, num_workers=2)
-print(max(loader))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-
-    assert int(done.stdout) < 20_000  # of the 60,000 that the data and the plan take

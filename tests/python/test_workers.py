@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -103,46 +105,91 @@ def test_an_iteration_that_is_given_up_leaves_no_worker_behind() -> None:
 
 
 class Watched(Dataset[Any]):
-    """Says with each batch how many threads and how much memory the worker has."""
+    """Says with each batch what the worker uses."""
 
     def __init__(self, inner: PackedDataset) -> None:
         self.inner = inner
 
     def __getitem__(self, batch: Any) -> Any:
-        return self.inner[batch]["input_ids"].numel(), *threads_and_pages()
+        made = self.inner[batch]
+        made["used"] = in_use()
+        return made
 
 
-def threads_and_pages() -> tuple[int, int]:
-    """Return this process's threads, and its resident memory in pages of 4 KiB."""
-    return len(os.listdir("/proc/self/task")), int(Path("/proc/self/statm").read_text().split()[1])
+def in_use() -> tuple[int, int, int]:
+    """Return this process's threads, open files, and resident memory in pages of 4 KiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages
 
 
 @pytest.mark.usefixtures("_threads_in_use")
-def test_neither_threads_nor_memory_grow_over_ten_thousand_batches() -> None:
-    order = sampler()
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_nothing_grows_over_ten_thousand_batches(method: str) -> None:
+    """Neither threads nor files nor memory, in a worker or in the main process."""
     loader = DataLoader(
         Watched(data()),
-        sampler=order,
+        sampler=sampler(),
         batch_size=None,
-        num_workers=2,
+        num_workers=1,
         persistent_workers=True,
+        multiprocessing_context=method,
         timeout=SECONDS,
     )
     seen, early, tokens = 0, None, 0
     while seen < 10_000:
-        for numel, *used in loader:
-            seen, tokens = seen + 1, tokens + numel
+        for batch in loader:
+            seen, tokens = seen + 1, tokens + batch["input_ids"].numel()
             if seen == 2_000:
-                early = [threads_and_pages(), used]
-    late = [threads_and_pages(), used]
+                early = [in_use(), batch["used"]]
+    late = [in_use(), batch["used"]]
 
     assert tokens > 100 * seen
     assert early is not None
-    for (threads_before, pages_before), (threads_after, pages_after) in zip(
+    for (threads, files, pages), (threads_after, files_after, pages_after) in zip(
         early, late, strict=True
     ):
-        assert threads_after <= threads_before
-        assert pages_after - pages_before < 8 << 20 >> 12
+        assert threads_after <= threads
+        assert files_after <= files
+        assert pages_after - pages < 8 << 20 >> 12
+
+
+def test_workers_do_not_copy_what_they_share() -> None:
+    """Reference counts of Python ints make every worker copy them all, as the control shows."""
+    code = """
+import torch, multipack
+from torch.utils.data import DataLoader, Dataset
+
+def private_kib():
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
+
+class Watched(Dataset):
+    def __init__(self, read):
+        self.read, self.count = read, 0
+    def __getitem__(self, batch):
+        self.read(batch)
+        self.count += 1
+        return private_kib() if self.count % 300 == 0 else 0
+
+n = 5_000_000
+offsets = torch.arange(0, 4 * n + 1, 4)
+data = multipack.PackedDataset(
+    torch.arange(4 * n, dtype=torch.int32), offsets, collator=multipack.Collator(
+        attention="flash", sequence_len=4096))
+counts, starts = data.label_counts()
+sampler = multipack.MultipackBatchSampler(
+    data.lengths, counts, label_starts=starts, sequence_len=4096)
+ints = list(range(n))
+for read in (data.__getitem__, lambda batch: sum(ints[i] for i in batch[0])):
+    print(max(DataLoader(Watched(read), sampler=sampler, batch_size=None, num_workers=4)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    packed, control = map(int, done.stdout.split())
+
+    assert packed < 50_000  # of the 200,000 that the data and the plan take
+    assert control > 100_000
 
 
 def mapped(rank: int) -> Any:
