@@ -26,6 +26,57 @@ pub struct BatchSlices<'a> {
     pub segment_ids: &'a mut [i32],
 }
 
+/// Where the ids of a batch, or its labels, are read from.
+pub(crate) trait Source: Sync {
+    /// The ids of all samples.
+    fn len(&self) -> usize;
+
+    /// Copies as many ids of a segment's sample as `to` holds, from its first on.
+    fn read(&self, segment: &Segment, to: &mut [i64]);
+}
+
+/// Flat ids, int32 ones widened.
+impl<T: Copy + Into<i64> + Sync> Source for [T] {
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn read(&self, segment: &Segment, to: &mut [i64]) {
+        widen(&self[segment.source..segment.source + to.len()], to);
+    }
+}
+
+/// The ids of one sample that has an array of its own.
+#[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "torch"), allow(dead_code))] // lists come from torch alone
+pub(crate) enum Sample<'a> {
+    I32(&'a [i32]),
+    I64(&'a [i64]),
+}
+
+impl Sample<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Sample::I32(ids) => ids.len(),
+            Sample::I64(ids) => ids.len(),
+        }
+    }
+}
+
+/// Samples that are an array each, in the order in which the layout numbers them.
+impl Source for [Sample<'_>] {
+    fn len(&self) -> usize {
+        self.iter().map(Sample::len).sum()
+    }
+
+    fn read(&self, segment: &Segment, to: &mut [i64]) {
+        match self[segment.sample] {
+            Sample::I32(ids) => widen(&ids[..to.len()], to),
+            Sample::I64(ids) => widen(&ids[..to.len()], to),
+        }
+    }
+}
+
 impl<'a> BatchSlices<'a> {
     fn split_at(self, tokens: usize) -> (BatchSlices<'a>, BatchSlices<'a>) {
         let (ids, ids_rest) = self.input_ids.split_at_mut(tokens);
@@ -77,6 +128,23 @@ impl Layout {
         T: Copy + Into<i64> + Sync,
         U: Copy + Into<i64> + Sync,
     {
+        self.fill_from(tokens, labels, pad_token_id, mask_first_label, out, threads)
+    }
+
+    /// [`fill`](Layout::fill) from whatever can be read sample by sample.
+    pub(crate) fn fill_from<S, L>(
+        &self,
+        tokens: &S,
+        labels: Option<&L>,
+        pad_token_id: i64,
+        mask_first_label: bool,
+        out: BatchSlices<'_>,
+        threads: usize,
+    ) -> Result<()>
+    where
+        S: Source + ?Sized,
+        L: Source + ?Sized,
+    {
         assert_eq!(tokens.len(), self.tokens, "not the tokens of this layout");
         match labels {
             Some(labels) if labels.len() != tokens.len() => {
@@ -86,24 +154,24 @@ impl Layout {
                 });
             }
             Some(labels) => {
-                self.fill_from(tokens, labels, pad_token_id, mask_first_label, out, threads);
+                self.write(tokens, labels, pad_token_id, mask_first_label, out, threads);
             }
-            None => self.fill_from(tokens, tokens, pad_token_id, mask_first_label, out, threads),
+            None => self.write(tokens, tokens, pad_token_id, mask_first_label, out, threads),
         }
         Ok(())
     }
 
-    fn fill_from<T, U>(
+    fn write<S, L>(
         &self,
-        tokens: &[T],
-        labels: &[U],
+        tokens: &S,
+        labels: &L,
         pad_token_id: i64,
         mask_first_label: bool,
         mut out: BatchSlices<'_>,
         threads: usize,
     ) where
-        T: Copy + Into<i64> + Sync,
-        U: Copy + Into<i64> + Sync,
+        S: Source + ?Sized,
+        L: Source + ?Sized,
     {
         let size = self.rows() * self.row_len();
         assert_eq!(size, out.input_ids.len(), "input_ids");
@@ -123,9 +191,8 @@ impl Layout {
                 out = rest;
                 count_up(self.position_start, this.position_ids);
                 let (real, padding) = this.split_at(segment.copied);
-                let source = segment.source..segment.source + segment.copied;
-                widen(&tokens[source.clone()], real.input_ids);
-                widen(&labels[source], real.labels);
+                tokens.read(segment, real.input_ids);
+                labels.read(segment, real.labels);
                 if let (true, [first, ..]) = (mask_first_label, &mut *real.labels) {
                     *first = IGNORED_LABEL;
                 }

@@ -70,7 +70,9 @@ impl Default for LayoutOptions {
 
 /// A run of tokens whose positions count up without a break: a sample in its slot, or padding.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Segment {
+pub(crate) struct Segment {
+    /// Which sample it is; 0 for padding.
+    pub sample: usize,
     /// Where the sample begins in the flat tokens.
     pub source: usize,
     /// Tokens taken from there; 0 for padding.
@@ -322,6 +324,7 @@ impl Needs {
                 let slot = copied.next_multiple_of(bounds.align);
                 id += 1;
                 slots.push(Segment {
+                    sample: i,
                     source,
                     copied,
                     slot,
@@ -415,6 +418,7 @@ impl Builder {
             self.count(slot.min(self.max_sample_len), slot);
         }
         self.segments.push(Segment {
+            sample: 0,
             source: 0,
             copied: 0,
             slot,

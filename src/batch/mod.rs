@@ -27,6 +27,8 @@ mod mask;
 
 pub use boundaries::boundaries;
 pub use fill::BatchSlices;
+#[cfg(feature = "torch")]
+pub(crate) use fill::{Sample, Source};
 pub use labels::label_counts;
 pub use layout::{Layout, LayoutOptions};
 pub use mask::{MaskDtype, MaskSlice, block_mask, mask_len};

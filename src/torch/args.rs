@@ -25,6 +25,15 @@ pub(super) enum Ids {
     I64(Dense),
 }
 
+impl Ids {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Ids::I32(ids) | Ids::I64(ids) => ids.len(),
+        }
+    }
+}
+
 /// One-dimensional integers, as int64.
 pub(super) fn integers(name: &str, tensor: &Tensor) -> Result<Dense> {
     on_cpu(name, tensor)?;

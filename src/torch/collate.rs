@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use super::args::{self, Ids};
 use super::handle::{Dense, Fresh, Plain, vector};
 use super::{mask, threads};
-use crate::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype};
+use crate::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype, Sample, Source};
 use crate::{Error, Result};
 
 /// How [`collate`] lays out and labels a batch.
@@ -113,8 +113,7 @@ pub fn collate(
 
 /// [`collate`] of samples that are a tensor each, all of them, in order.
 ///
-/// Copies the samples into one flat array first, so it is for callers that have nothing flat. Each
-/// tensor costs as much as a few hundred tokens.
+/// For callers that have nothing flat. Each tensor costs as much as a few hundred tokens.
 ///
 /// # Errors
 ///
@@ -125,7 +124,13 @@ pub fn collate_list(
     labels: Option<&[&Tensor]>,
     options: &CollateOptions,
 ) -> Result<Batch> {
-    let (tokens, offsets) = flatten("input_ids", input_ids)?;
+    let input_ids = ids_of("input_ids", input_ids)?;
+    let tokens = samples(&input_ids)?;
+    let mut offsets = vec![0];
+    offsets.extend(input_ids.iter().scan(0, |end, ids| {
+        *end += ids.len() as i64;
+        Some(*end)
+    }));
     let index: Vec<i64> = (0..input_ids.len() as i64).collect();
     let row_offsets = args::integers("row_offsets", row_offsets)?;
     match row_offsets.as_slice::<i64>()? {
@@ -136,10 +141,11 @@ pub fn collate_list(
         _ => {} // the rest is checked with the flat form
     }
     let labels = labels
-        .map(|labels| labels_of(labels, &offsets))
+        .map(|labels| labels_of(labels, &input_ids))
         .transpose()?;
+    let labels = labels.as_deref().map(samples).transpose()?;
     fill(
-        &tokens,
+        &tokens[..],
         &offsets,
         &index,
         row_offsets.as_slice()?,
@@ -228,17 +234,17 @@ fn with_labels<T: Copy + Into<i64> + Sync>(
     }
 }
 
-fn fill<T, U>(
-    tokens: &[T],
+fn fill<S, L>(
+    tokens: &S,
     offsets: &[i64],
     index: &[i64],
     row_offsets: &[i64],
-    labels: Option<&[U]>,
+    labels: Option<&L>,
     options: &CollateOptions,
 ) -> Result<Batch>
 where
-    T: Copy + Into<i64> + Sync,
-    U: Copy + Into<i64> + Sync,
+    S: Source + ?Sized,
+    L: Source + ?Sized,
 {
     // Even where there is no mask that it would be used for.
     mask::check_window(options.window)?;
@@ -259,7 +265,7 @@ where
         position_ids: position_ids.as_mut_slice(),
         segment_ids: segment_ids.as_mut_slice(),
     };
-    layout.fill(
+    layout.fill_from(
         tokens,
         labels,
         options.pad_token_id,
@@ -293,40 +299,43 @@ where
     })
 }
 
-/// The tensors of a list end to end, and the offsets of each.
-fn flatten(name: &str, list: &[&Tensor]) -> Result<(Vec<i64>, Vec<i64>)> {
-    let mut flat = Vec::new();
-    let mut offsets = vec![0];
-    for (i, tensor) in list.iter().enumerate() {
-        match args::ids(&format!("{name}[{i}]"), tensor)? {
-            Ids::I32(ids) => flat.extend(ids.as_slice::<i32>()?.iter().map(|&id| i64::from(id))),
-            Ids::I64(ids) => flat.extend_from_slice(ids.as_slice::<i64>()?),
-        }
-        offsets.push(flat.len() as i64);
-    }
-    Ok((flat, offsets))
+/// The tensors of a list, checked.
+fn ids_of(name: &str, list: &[&Tensor]) -> Result<Vec<Ids>> {
+    let all = list.iter().enumerate();
+    // The place in the list is only spelled out for an error.
+    all.map(|(i, tensor)| {
+        args::ids(name, tensor).or_else(|_| args::ids(&format!("{name}[{i}]"), tensor))
+    })
+    .collect()
 }
 
-/// The labels of a list end to end, each as long as the sample that `offsets` delimits.
-fn labels_of(list: &[&Tensor], offsets: &[i64]) -> Result<Vec<i64>> {
-    let samples = offsets.len() - 1;
-    if list.len() != samples {
+/// The labels of a list, checked: each as long as its sample.
+fn labels_of(list: &[&Tensor], input_ids: &[Ids]) -> Result<Vec<Ids>> {
+    if list.len() != input_ids.len() {
         return Err(Error::LabelledSamples {
             labels: list.len(),
-            samples,
+            samples: input_ids.len(),
         });
     }
-    let (labels, found) = flatten("labels", list)?;
-    for sample in 0..samples {
-        let tokens = (offsets[sample + 1] - offsets[sample]) as usize;
-        let labels = (found[sample + 1] - found[sample]) as usize;
-        if labels != tokens {
+    let labels = ids_of("labels", list)?;
+    for (sample, (labels, ids)) in labels.iter().zip(input_ids).enumerate() {
+        if labels.len() != ids.len() {
             return Err(Error::SampleLabels {
                 sample,
-                labels,
-                tokens,
+                labels: labels.len(),
+                tokens: ids.len(),
             });
         }
     }
     Ok(labels)
+}
+
+/// What the core reads of each.
+fn samples(ids: &[Ids]) -> Result<Vec<Sample<'_>>> {
+    ids.iter()
+        .map(|ids| match ids {
+            Ids::I32(ids) => Ok(Sample::I32(ids.as_slice()?)),
+            Ids::I64(ids) => Ok(Sample::I64(ids.as_slice()?)),
+        })
+        .collect()
 }

@@ -38,6 +38,7 @@ impl Plain for f32 {}
 /// Torch's rule for every op holds here as well: nobody may write an input while the op runs.
 pub(super) struct Dense {
     tensor: Tensor,
+    len: usize,
     element_size: usize,
 }
 
@@ -55,6 +56,7 @@ impl Dense {
             tensor = tensor.f_alias_copy()?;
         }
         Ok(Dense {
+            len: tensor.numel(),
             tensor,
             element_size,
         })
@@ -62,7 +64,7 @@ impl Dense {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.tensor.numel()
+        self.len
     }
 
     /// The elements, in order.
@@ -72,8 +74,7 @@ impl Dense {
                 "a tensor is read through elements of another size",
             ));
         }
-        let len = self.len();
-        if len == 0 {
+        if self.len == 0 {
             return Ok(&[]); // torch may give a null pointer
         }
         // SAFETY: `new` made the tensor contiguous, aligned to its elements (no `Plain` type asks
@@ -82,13 +83,15 @@ impl Dense {
         // keeps them alive. The strided, expanded and unaligned inputs of tests/python/test_ops.py
         // would show the loss of this.
         #[allow(unsafe_code)]
-        Ok(unsafe { slice::from_raw_parts(self.tensor.data_ptr().cast(), len) })
+        Ok(unsafe { slice::from_raw_parts(self.tensor.data_ptr().cast(), self.len) })
     }
 }
 
 /// A new contiguous CPU tensor that nobody else can see yet, so that it may be written.
 pub(super) struct Fresh<T> {
     tensor: Tensor,
+    /// Known from the shape: torch's answer takes a call or two, and a batch has eight tensors.
+    len: usize,
     element: PhantomData<T>,
 }
 
@@ -100,18 +103,20 @@ impl<T: Plain> Fresh<T> {
                 "a tensor is written through elements of another size",
             ));
         }
+        // Torch refuses sizes below 0 and those whose product overflows.
         let tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
-        ask_for_huge_pages(&tensor, size_of::<T>());
+        let len = size.iter().product::<i64>() as usize;
+        ask_for_huge_pages(&tensor, len * size_of::<T>());
         Ok(Fresh {
             tensor,
+            len,
             element: PhantomData,
         })
     }
 
     /// The elements, to be written all of them: until then they are whatever was in the memory.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
-        let len = self.tensor.numel();
-        if len == 0 {
+        if self.len == 0 {
             return &mut [];
         }
         // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, torch
@@ -121,7 +126,7 @@ impl<T: Plain> Fresh<T> {
         // would show the loss of this.
         #[allow(unsafe_code)]
         unsafe {
-            slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), len)
+            slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), self.len)
         }
     }
 
@@ -146,8 +151,7 @@ const HUGE_PAGE: usize = 2 << 20;
 /// second time. In huge pages there are 32 such writes in place of 16384, and it is 11 ms. Most
 /// systems give them only to those who ask. Memory that the allocator keeps is left alone, because
 /// the advice would stay with it.
-fn ask_for_huge_pages(tensor: &Tensor, element_size: usize) {
-    let bytes = tensor.numel() * element_size;
+fn ask_for_huge_pages(tensor: &Tensor, bytes: usize) {
     if bytes < ALWAYS_MAPPED {
         return;
     }
