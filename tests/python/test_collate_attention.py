@@ -307,6 +307,17 @@ def test_attention_has_no_default() -> None:
             "outputs is 'seq_idx', but must be a list of names: ['seq_idx']",
         ),
         ({"window": 1.5}, TypeError, "window is 1.5, but must be an integer"),
+        (
+            {"pad_token_id": 2**63},
+            ValueError,
+            "pad_token_id is 9223372036854775808, but integers are int64, from -2**63 to 2**63 - 1",
+        ),
+        (
+            {"pad_values": {"kind": -(2**63) - 1}},
+            ValueError,
+            "pad_values has 'kind', which is -9223372036854775809, but integers are int64, from "
+            "-2**63 to 2**63 - 1",
+        ),
     ],
 )
 def test_numbers_that_are_none_are_refused(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from collating import FORMS, IGNORED, Sample, Samples, collate, error_of, lists
 
-from multipack import Collator
+from multipack import Collator, PackedDataset
 
 # ---- forms of samples ----
 
@@ -43,6 +43,34 @@ def test_forms_may_be_mixed_in_one_row(samples: Samples) -> None:
     ]
 
     assert lists(collate(mixed)) == lists(collate(made))
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        ("input_ids", torch.ones(2, dtype=torch.int64, device="meta")),
+        ("labels", torch.ones(2, dtype=torch.int32, device="meta")),
+    ],
+)
+def test_tensors_elsewhere_are_named_by_sample_and_key(key: str, tensor: torch.Tensor) -> None:
+    batch = [{"input_ids": torch.arange(2), "labels": torch.arange(2)} for _ in range(3)]
+    batch[2][key] = tensor
+
+    assert error_of(TypeError, batch).startswith(
+        f"{key} of sample 2 is a {tensor.dtype} tensor on meta, but samples are collated on the CPU"
+    )
+
+
+def test_tensors_that_are_views_are_read_in_their_order() -> None:
+    ids = torch.arange(12).view(4, 3)
+    views = [ids[:, 1], ids[1], ids[2].expand(3), torch.tensor(7).expand(2), ids.T[0][::2]]
+
+    batch = collate([{"input_ids": view, "labels": view.int()} for view in views])
+
+    assert batch["input_ids"].tolist() == [[1, 4, 7, 10, 3, 4, 5, 6, 7, 8, 7, 7, 0, 6]]
+    assert batch["labels"].tolist() == [
+        [-100, 4, 7, 10, -100, 4, 5, -100, 7, 8, -100, 7, -100, 6],
+    ]
 
 
 def test_a_sample_may_be_any_mapping(samples: Samples) -> None:
@@ -478,6 +506,84 @@ def test_integers_that_int64_does_not_hold_are_refused(form: Any) -> None:
         "input_ids of sample 0 has 9223372036854775808, but integers are int64, up to "
         "9223372036854775807"
     )
+
+
+@pytest.mark.parametrize("value", [2**63, np.uint64(2**63), -(2**63) - 1])
+def test_stacked_integers_that_int64_does_not_hold_are_refused(value: Any) -> None:
+    assert error_of(ValueError, [{"input_ids": [1], "source": value}]) == (
+        f"source of sample 0 is {value}, but integers are int64, from -9223372036854775808 to "
+        "9223372036854775807"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "sample", "integer", "dtype"),
+    [
+        ([2**24 + 1, 0.5], 0, 2**24 + 1, "float32"),
+        ([[0.5, 2.5], [1, 2**53 + 1]], 1, 2**53 + 1, "float64"),
+        ([np.ones(2, np.float32), np.array([2**53 + 1, 1])], 1, 2**53 + 1, "float64"),
+        ([[1, 2], [2**24 + 1, 0.5]], 1, 2**24 + 1, "float32"),
+    ],
+    ids=["stacked", "lists", "arrays", "one list"],
+)
+def test_integers_that_fractions_would_round_are_refused(
+    values: list[Any], sample: int, integer: int, dtype: str
+) -> None:
+    """Beside a fraction all become floats, which hold only so many digits."""
+    batch = [{"input_ids": [1, 2], "mark": value} for value in values]
+
+    assert error_of(ValueError, batch) == (
+        f"mark of sample {sample} has the integer {integer} where there are fractions as well, and "
+        f"torch.{dtype} cannot hold it: give integers everywhere, or floats"
+    )
+
+
+def test_integers_beside_fractions_are_taken_where_they_fit() -> None:
+    batch = collate(
+        [
+            {"input_ids": [1, 2], "score": 2**24, "mark": [0.5, 2**24]},
+            {"input_ids": [3], "score": 0.5, "mark": [2**53]},
+        ]
+    )
+
+    assert batch["score"].tolist() == [2**24, 0.5]
+    assert batch["mark"].tolist() == [[0.5, 2**24, 2**53]]
+
+
+@pytest.mark.parametrize("value", [np.longdouble(1.5), np.ones(1, np.longdouble)])
+def test_long_doubles_are_refused(value: Any) -> None:
+    found = "longdouble" if value.ndim == 0 else f"an array of {np.dtype(np.longdouble)}"
+
+    assert error_of(TypeError, [{"input_ids": [1], "score": value}]) == (
+        f"score of sample 0 is {found}, but must hold numbers, one for each token or one for the "
+        "sample; drop the key if no model takes it"
+    )
+
+
+@pytest.mark.parametrize("further", [{3: [4]}, {3: [4], "score": 1, None: 2}])
+def test_keys_that_are_no_strings_are_refused(further: dict[Any, Any]) -> None:
+    text = error_of(TypeError, [{"input_ids": [1], **further}])
+
+    assert text in [f"the samples have the key {key}, but keys are strings" for key in (3, None)]
+
+
+def test_padding_for_a_key_that_does_not_come_is_refused() -> None:
+    """A misspelt key would leave the right one padded with 0."""
+    collator = Collator(attention="none", pad_values={"token_type_id": 2})
+    with pytest.raises(ValueError) as misspelt:
+        collator([{"input_ids": [1, 2], "token_type_ids": [0, 0], "score": 1}])
+    with pytest.raises(ValueError) as absent:
+        collator([{"input_ids": [1, 2]}])
+    with pytest.raises(ValueError) as flat:
+        PackedDataset(torch.arange(2), [0, 2], collator=collator, values={"kind": torch.ones(2)})
+
+    text = (
+        "pad_values has 'token_type_id', which is no further key with one number for each token: "
+        "the samples have "
+    )
+    assert str(misspelt.value) == text + "only token_type_ids"
+    assert str(absent.value) == text + "none such"
+    assert str(flat.value) == text + "only kind"
 
 
 def test_a_mask_that_is_no_integer_is_refused() -> None:

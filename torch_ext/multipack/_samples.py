@@ -60,7 +60,12 @@ class Samples:
         others = keys.difference(known, self.number_keys)
         self.token_keys = sorted({key.removeprefix(self._prefix_of(key)) for key in others})
         self._keys = keys
-        self._tokens, self.lengths = self._joined("input_ids", "iu")
+        self._tokens: npt.NDArray[Any] | None = None
+        self._plain = _plain_tensors(self._values("input_ids"))
+        if self._plain is None:
+            self._tokens, self.lengths = self._joined("input_ids", "iu")
+        else:
+            self.lengths = [tensor.numel() for tensor in self._plain]
         if self.prefixes == PAIR and 0 in self.lengths:
             name = self._name("input_ids", self.lengths.index(0))
             raise ValueError(f"{name} is empty, but both sides of a pair have tokens")
@@ -69,9 +74,30 @@ class Samples:
         """Whether the samples have a key, with its prefix where there is one."""
         return self.prefixes[0] + key in self._keys
 
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None] | None:
+        """Return the token ids and labels of each sample as they are; None if not all are tensors.
+
+        What else could be wrong with them (their device, fewer labels than tokens) is found by the
+        op that takes them, and told by `tokens` and `labels`.
+        """
+        if self._plain is None or not self.has("labels"):
+            return None if self._plain is None else (self._plain, None)
+        labels = _plain_tensors(self._values("labels"))
+        return None if labels is None else (self._plain, labels)
+
     def tokens(self) -> torch.Tensor:
-        """Return the token ids, end to end; int32 or int64."""
+        """Return the token ids, end to end; int32 or int64.
+
+        Raises:
+            TypeError: If tensors are not in main memory.
+        """
+        if self._tokens is None:
+            self._tokens, _ = self._joined("input_ids", "iu")
         return torch.from_numpy(self._tokens)
+
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each sample begins among the joined ones, and the number of each."""
+        return torch.from_numpy(offsets_of(self.lengths)), torch.arange(len(self.lengths))
 
     def labels(self) -> torch.Tensor | None:
         """Return the labels, end to end; None where the samples have none.
@@ -125,6 +151,8 @@ class Samples:
 
         Raises:
             TypeError: If a sample has something else there.
+            ValueError: If an integer does not fit int64, or not the float32 that fractions of other
+                samples make of it.
         """
         values = [sample[key] for sample in self._samples]
         for number, value in enumerate(values):
@@ -133,7 +161,19 @@ class Samples:
                     f"{key} of sample {number} is {type(value).__name__}, but sample 0 has one "
                     "number there"
                 )
-        return torch.tensor([value.item() if hasattr(value, "item") else value for value in values])
+        plain = [value.item() if hasattr(value, "item") else value for value in values]
+        for number, value in enumerate(plain):
+            if isinstance(value, int) and not -_MOST - 1 <= value <= _MOST:
+                raise ValueError(
+                    f"{key} of sample {number} is {value}, but integers are int64, from "
+                    f"{-_MOST - 1} to {_MOST}"
+                )
+        made = torch.tensor(plain)
+        if made.is_floating_point():
+            for number, (value, held) in enumerate(zip(plain, made.tolist(), strict=True)):
+                if isinstance(value, int) and value != held:
+                    raise _rounded(f"{key} of sample {number}", value, made.dtype)
+        return made
 
     def check_masks(self) -> None:
         """Refuse padding in samples, which would be trained on.
@@ -196,7 +236,8 @@ class Samples:
         )
 
     def _values(self, key: str) -> list[Any]:
-        return [sample[prefix + key] for sample in self._samples for prefix in self.prefixes]
+        keys = [prefix + key for prefix in self.prefixes]
+        return [sample[key] for sample in self._samples for key in keys]
 
     def _sample(self, side: int) -> str:
         return f"sample {side // len(self.prefixes)}"
@@ -209,14 +250,26 @@ class Samples:
 
     def _joined(self, key: str, kinds: str) -> tuple[npt.NDArray[Any], list[int]]:
         """Join what the samples hold under a key, and return the length of each."""
-        joined = _joined_tensors(self._values(key))
-        if joined is not None:
-            return joined
+        tensors = _joined_tensors(self._values(key))
+        if tensors is not None:
+            return tensors
         parts = []
         for side, (sample, prefix) in enumerate(itertools.product(self._samples, self.prefixes)):
             name, number = prefix + key, side // len(self.prefixes)
             parts.append(token_array(sample[name], name, number, kinds))
-        return np.concatenate(parts), [len(part) for part in parts]
+        joined = np.concatenate(parts)
+        if joined.dtype.kind == "f":
+            self._check_integers(key, parts)
+        return joined, [len(part) for part in parts]
+
+    def _check_integers(self, key: str, parts: list[Any]) -> None:
+        """Refuse integers that are rounded where other samples have fractions."""
+        for side, part in enumerate(parts):
+            array = np.asarray(part)
+            if array.dtype.kind != "f" and array.size > 0:
+                large = array[np.argmax(array.astype(np.float64).astype(array.dtype) != array)]
+                if int(float(large)) != large:
+                    raise _rounded(self._name(key, side), int(large), torch.float64)
 
     def _column(self, key: str, kinds: str) -> npt.NDArray[Any]:
         """Join what the samples hold under a key, which must be one number for each token."""
@@ -261,13 +314,18 @@ _UNKNOWN_TO_NUMPY = frozenset(
 )
 
 
+def _plain_tensors(values: list[Any]) -> list[torch.Tensor] | None:
+    """Return the values if all are tensors of token ids, one for each token; None for all else."""
+    if set(map(type, values)) != {torch.Tensor}:
+        return None
+    if not {value.dtype for value in values} <= {torch.int64, torch.int32}:
+        return None
+    return values if {value.dim() for value in values} == {1} else None
+
+
 def _joined_tensors(values: list[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
     """Join plain tensors of token ids, in half the time of one array each; None for all else."""
-    if not all(type(value) is torch.Tensor for value in values):
-        return None
-    if {value.dtype for value in values} not in ({torch.int64}, {torch.int32}):
-        return None
-    if any(value.dim() != 1 for value in values):
+    if _plain_tensors(values) is None or len({value.dtype for value in values}) > 1:
         return None  # told with the sample's number, as what follows is
     lengths = [value.numel() for value in values]
     joined = torch.empty(sum(lengths), dtype=values[0].dtype)
@@ -324,10 +382,12 @@ def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
         part = np.asarray(values)
     except ValueError:  # nested lists of unequal lengths
         part = np.empty(0, object)
-    if part.ndim != 1 and part.dtype.kind in kinds:
+    # Torch has no floats of more than 8 bytes, which are the long doubles of NumPy.
+    known = part.dtype.kind in kinds and part.dtype.itemsize <= 8
+    if part.ndim != 1 and known:
         wanted = f"one number for each token, of shape ({part.shape[-1] if part.ndim else 'L'},)"
         raise TypeError(f"{key} of sample {sample} has shape {part.shape}, but must be {wanted}")
-    if part.dtype.kind not in kinds and (part.size > 0 or part.dtype == object):
+    if not known and (part.size > 0 or part.dtype == object):
         kind = "numbers, one for each token or one for the sample" if "f" in kinds else "integers"
         found = type(values).__name__
         if isinstance(values, np.ndarray):
@@ -342,7 +402,20 @@ def token_array(values: Any, key: str, sample: int, kinds: str = "iu") -> Any:
         )
     if part.dtype.kind in "iu" or part.size == 0:
         return part if part.dtype == np.int32 else part.astype(np.int64, copy=False)
-    return part.astype(np.float32) if isinstance(values, list) and part.dtype.kind == "f" else part
+    if not isinstance(values, list) or part.dtype.kind != "f":
+        return part
+    held = part.astype(np.float32)
+    for value, rounded in zip(values, held.tolist(), strict=True):
+        if isinstance(value, int) and value != rounded:
+            raise _rounded(f"{key} of sample {sample}", value, torch.float32)
+    return held
+
+
+def _rounded(name: str, value: int, dtype: torch.dtype) -> ValueError:
+    return ValueError(
+        f"{name} has the integer {value} where there are fractions as well, and {dtype} cannot "
+        "hold it: give integers everywhere, or floats"
+    )
 
 
 def _not_here(tensor: torch.Tensor, key: str, sample: int) -> TypeError:
@@ -362,9 +435,12 @@ def _shared_keys(samples: Sequence[Any]) -> frozenset[str]:
                 "'input_ids'"
             )
     keys = frozenset(samples[0])
+    for key in keys:
+        if not isinstance(key, str):
+            raise TypeError(f"the samples have the key {key!r}, but keys are strings")
     for number, sample in enumerate(samples):
         if sample.keys() != keys:
-            key = min(keys.symmetric_difference(sample))
+            key = min(keys.symmetric_difference(sample), key=str)
             has, lacks = (number, 0) if key in sample else (0, number)
             raise ValueError(
                 f"sample {lacks} has no '{key}', but sample {has} has: give it to all samples, or "
@@ -399,5 +475,7 @@ def _place(token: int, lengths: list[int]) -> tuple[int, int]:
 def _is_number(value: Any) -> bool:
     """Whether a value is one number, of Python, NumPy or torch."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return value.ndim == 0 and (isinstance(value, torch.Tensor) or value.dtype.kind in "biuf")
+        if isinstance(value, torch.Tensor):
+            return value.ndim == 0
+        return value.ndim == 0 and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
     return isinstance(value, int | float)

@@ -10,7 +10,7 @@ taking ints apart. `multipack.PackedDataset` avoids both by reading flat buffers
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from multipack._config import Config, Split, capacity, checked_split, layout, ma
 from multipack._flex import flex_block_mask
 from multipack._for_model import choose
 from multipack._microbatch import Microbatch, Terms
-from multipack._samples import Sample, Samples, offsets_of
+from multipack._samples import Sample, Samples
 from multipack._transport import sendable
 
 IGNORED_LABEL = -100
@@ -104,7 +104,7 @@ class Collator:
         cut_tail (bool): Cut the padded tails so that they are no longer than the longest sample of
             the batch: for rotary embeddings that change with the largest position.
         pad_values (Mapping): What fills the padding of further per-token keys, by key; 0 where not
-            given.
+            given. Every batch has these keys.
         split (str): ``train``, or ``eval`` for batches of an evaluation, which may have another
             layout and size.
         **keys: Settings by name; they override those of `config`.
@@ -155,7 +155,7 @@ class Collator:
         self.config = make_config(config, keys)
         self.split = checked_split(split)
         self.attention = attention
-        self.pad_token_id = integer("pad_token_id", pad_token_id)
+        self.pad_token_id = _checked_padding("pad_token_id", integer("pad_token_id", pad_token_id))
         self.dtype = dtype
         self.window: int | dict[str, int | None] | None
         if isinstance(window, Mapping):
@@ -174,7 +174,10 @@ class Collator:
                     f"attention={attention!r} has none; ask for outputs=('cu_seqlens',)"
                 )
         self.cut_tail = cut_tail
-        self.pad_values = dict(pad_values or {})
+        self.pad_values = {
+            key: _checked_padding(f"pad_values has {key!r}, which", value)
+            for key, value in (pad_values or {}).items()
+        }
         for key in ("input_ids", "labels"):
             if key in self.pad_values:
                 raise ValueError(
@@ -276,20 +279,19 @@ class Collator:
             TypeError: If a key holds something that cannot be collated; labels that are one number
                 for each sample among it.
             ValueError: If there are no samples or only empty ones, a row is empty, keys of a sample
-                differ in length, only some samples have a key, a sample holds padding, an integer
-                beyond int64 or a key that the collator makes, one is longer than `sequence_len` and
-                not to be truncated, there are more segments than `max_segments`, or the sampler's
-                settings are not the collator's.
+                differ in length, only some samples have a key or none has one of `pad_values`, a
+                sample holds padding, an integer beyond int64 or a key that the collator makes, one
+                is longer than `sequence_len` and not to be truncated, there are more segments than
+                `max_segments`, or the sampler's settings are not the collator's.
         """
         items, row_offsets = join_rows(batch, self.config, self.split)
         samples = Samples(items)
+        check_padded_keys(self, samples.token_keys)
         samples.check_masks()
         samples.check_positions(self.position_start)
         if len(samples.prefixes) == 2:
             row_offsets = _pair_rows(self, samples, row_offsets)
-        offsets = torch.from_numpy(offsets_of(samples.lengths))
-        index = torch.arange(len(samples.lengths))
-        result = lay_out(self, samples.tokens(), offsets, samples.labels(), index, row_offsets)
+        result = _finished(self, self._made(samples, row_offsets))
 
         for key in samples.number_keys:
             _refuse_made(key, result)
@@ -298,9 +300,27 @@ class Collator:
         weights = samples.loss_weights()
         if weights is not None:
             values["loss_weights"] = weights
+        if values:
+            offsets, index = samples.places()
         for key, column in values.items():
             spread(self, result, key, column, offsets, index, row_offsets)
         return sendable(result)
+
+    def _made(self, samples: Samples, row_offsets: torch.Tensor) -> ops.Batch:
+        """Lay the tokens and labels of samples out."""
+        longest = _checked_longest(max(samples.lengths), samples.lengths, self.config)
+        options = _options(self, longest)
+        tensors = samples.tensors()
+        if tensors is not None:
+            ids, labels = tensors
+            try:
+                return ops.collate_list(ids, row_offsets, labels=labels, **options)
+            except (TypeError, ValueError):
+                pass  # said below by sample and key
+        offsets, index = samples.places()
+        return ops.collate(
+            samples.tokens(), offsets, index, row_offsets, labels=samples.labels(), **options
+        )
 
 
 def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[Any], torch.Tensor]:
@@ -363,29 +383,37 @@ def lay_out(
             truncated, there are more segments than `max_segments`, or as for the op.
         IndexError: If an index is out of range.
     """
-    config = collator.config
-    longest = _longest_sample(offsets, index, config)
+    borders, places = offsets.numpy(), index.numpy()
+    lengths = borders[places + 1] - borders[places]
+    longest = _checked_longest(int(lengths.max()), lengths, collator.config)
+    options = _options(collator, longest)
+    made = ops.collate(tokens, offsets, index, row_offsets, labels=labels, **options)
+    return _finished(collator, made)
+
+
+def _options(collator: Collator, longest: int) -> dict[str, Any]:
+    """Return the options of the op for a batch whose longest sample has so many tokens."""
+    config, window = collator.config, collator.window
+    dense = collator.attention in _MASKS and not isinstance(window, dict)
+    return {
+        "row_len": capacity(config, collator.split) if config.pad_to_sequence_len else 0,
+        "max_sample_len": longest if collator.cut_tail else config.sequence_len or 0,
+        "pad_to_multiple_of": config.pad_to_multiple_of,
+        "align_samples_to": config.align_samples_to,
+        "pad_token_id": collator.pad_token_id,
+        "position_start": collator.position_start,
+        "mask_first_label": config.mask_first_label,
+        "padded_tail": config.padded_tail,
+        "attention_mask": collator.attention if dense else "none",
+        "causal": collator.causal,
+        "window": None if isinstance(window, dict) else window,
+        "mask_dtype": collator.dtype,
+    }
+
+
+def _finished(collator: Collator, made: ops.Batch) -> dict[str, Any]:
+    """Name what the op made as the consumer of the batch does, and make the rest."""
     window = collator.window
-    mask = collator.attention if collator.attention in _MASKS else "none"
-    made = ops.collate(
-        tokens,
-        offsets,
-        index,
-        row_offsets,
-        labels=labels,
-        row_len=capacity(config, collator.split) if config.pad_to_sequence_len else 0,
-        max_sample_len=longest if collator.cut_tail else config.sequence_len or 0,
-        pad_to_multiple_of=config.pad_to_multiple_of,
-        align_samples_to=config.align_samples_to,
-        pad_token_id=collator.pad_token_id,
-        position_start=collator.position_start,
-        mask_first_label=config.mask_first_label,
-        padded_tail=config.padded_tail,
-        attention_mask="none" if isinstance(window, dict) else mask,
-        causal=collator.causal,
-        window=None if isinstance(window, dict) else window,
-        mask_dtype=collator.dtype,
-    )
     batch: dict[str, Any] = {
         "input_ids": made.input_ids,
         "labels": made.labels,
@@ -393,7 +421,7 @@ def lay_out(
     }
     if isinstance(window, dict):
         batch["attention_mask"] = {k: _mask(collator, made, size) for k, size in window.items()}
-    elif mask != "none":
+    elif collator.attention in _MASKS:
         batch["attention_mask"] = made.attention_mask
     elif collator.attention == "flex":
         batch["attention_mask"] = _mask(collator, made, window)
@@ -447,6 +475,25 @@ def spread(
     )
     if weights:
         batch[key].masked_fill_(batch["labels"] == IGNORED_LABEL, 0)
+
+
+def check_padded_keys(collator: Collator, keys: Collection[str]) -> None:
+    """Refuse padding for a key that is not among the further keys with a number for each token.
+
+    Args:
+        collator (Collator): The one whose `pad_values` are looked at.
+        keys (Collection[str]): The further keys of the samples.
+
+    Raises:
+        ValueError: If a key is missing, with those that there are.
+    """
+    for key in collator.pad_values:
+        if key not in keys:
+            found = f"only {', '.join(sorted(keys))}" if keys else "none such"
+            raise ValueError(
+                f"pad_values has {key!r}, which is no further key with one number for each token: "
+                f"the samples have {found}"
+            )
 
 
 def _refuse_made(key: str, batch: dict[str, Any]) -> None:
@@ -522,14 +569,12 @@ def _to_the_end(borders: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.cat([borders, borders.new_tensor([tokens])])
 
 
-def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) -> int:
+def _checked_longest(longest: int, lengths: Iterable[Any], config: Config) -> int:
     """Return the longest sample after truncation; refuse over-long ones without it, or no tokens.
 
     The planner leaves both out, so that the lengths that it was given were others.
     """
-    borders, places = offsets.numpy(), index.numpy()
-    lengths = borders[places + 1] - borders[places]
-    longest, bound = int(lengths.max()), config.sequence_len
+    bound = config.sequence_len
     if longest == 0:
         raise ValueError(
             "all samples of the microbatch are empty: leave them out, as the sampler does"
@@ -538,11 +583,11 @@ def _longest_sample(offsets: torch.Tensor, index: torch.Tensor, config: Config) 
         return longest
     if config.excess_length_strategy == "truncate":
         return bound
-    sample = int((lengths > bound).argmax())
+    sample, length = next((i, int(n)) for i, n in enumerate(lengths) if n > bound)
     raise ValueError(
-        f"sample {sample} of the microbatch has {int(lengths[sample])} tokens, more than "
-        f"sequence_len {bound}; plan with the lengths of this data, raise sequence_len, or "
-        "set excess_length_strategy to truncate"
+        f"sample {sample} of the microbatch has {length} tokens, more than sequence_len {bound}; "
+        "plan with the lengths of this data, raise sequence_len, or set excess_length_strategy to "
+        "truncate"
     )
 
 
@@ -558,6 +603,13 @@ def _pair_rows(collator: Collator, samples: Samples, row_offsets: torch.Tensor) 
     if layout(collator.config, collator.split) == "padded":
         return torch.arange(len(samples.lengths) + 1)
     return row_offsets * 2
+
+
+def _checked_padding(name: str, value: Any) -> Any:
+    """Refuse integers that no tensor of integers holds."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} is {value}, but integers are int64, from -2**63 to 2**63 - 1")
+    return value
 
 
 def _checked_window(window: int | None) -> int | None:

@@ -29,7 +29,14 @@ from multipack._microbatch import Microbatch
 from multipack._plan import Repeat, count_labels
 from multipack._samples import PAIR
 from multipack._transport import sendable
-from multipack.collate import IGNORED_LABEL, Collator, join_rows, lay_out, spread
+from multipack.collate import (
+    IGNORED_LABEL,
+    Collator,
+    check_padded_keys,
+    join_rows,
+    lay_out,
+    spread,
+)
 
 
 class RowDataset(Dataset[Any]):
@@ -193,6 +200,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         mapping: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.collator = _checked(collator)
+        check_padded_keys(collator, buffers[0].values)
         self._buffers = buffers
         # Arrays, here and below: what is small takes NumPy a fifth of torch's time.
         self._tokens = [part.tokens.numpy() for part in buffers]
