@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _SIZES | _ROTARY | _GROUPED,
     "mistral": _SIZES | _ROTARY | _GROUPED | {"sliding_window": WINDOW},
     "gemma3_text": _SIZES | _ROTARY | _GROUPED | _MIXED,
+    "gemma2": _SIZES | _ROTARY | _GROUPED | _MIXED,
     "gpt_oss": _SIZES
     | _ROTARY
     | _GROUPED

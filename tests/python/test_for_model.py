@@ -73,6 +73,7 @@ def check_chosen(collator: Collator, **expected: Any) -> None:
         ("gemma3_text", "eager", ADDITIVE | {"window": BY_LAYER}),
         ("gemma3_text", "multipack", MULTIPACK),
         ("gpt_oss", "eager", ADDITIVE | {"window": BY_LAYER}),
+        ("gemma2", "eager", ADDITIVE | {"window": BY_LAYER}),
         ("phi", "sdpa", BOOL),
         ("gpt_neox", "sdpa", BOOL),
         ("gpt2", "sdpa", BOOL | CUT),
@@ -339,6 +340,9 @@ STATE = "can't keep packed samples apart: a state or a convolution runs along th
         ("minimax", "sdpa", r"^MiniMaxForCausalLM .* has layers of type linear_attention"),
         ("bloom", "eager", "^BloomForCausalLM .* its ALiBi bias is counted along the row"),
         ("xglm", "multipack", "^XGLMForCausalLM computes attention by itself"),
+        ("gemma2", "multipack", r"^Gemma2ForCausalLM caps its attention scores .* for which attn"),
+        ("gpt_oss", "multipack", r"^GptOssForCausalLM has attention sinks .* for which attn"),
+        ("llama4_text", "multipack", r"^Llama4ForCausalLM attends in chunks .* for which attn"),
     ],
 )
 def test_what_cannot_isolate_is_refused_by_name(

@@ -102,6 +102,7 @@ def _attention(
                 f"{name} computes attention by itself, whatever attn_implementation says, so that "
                 'boundaries do not reach it: load it with attn_implementation="eager"'
             )
+        _refuse_what_multipack_lacks(inner, text, name)
         return {"attention": "multipack"}
     kinds = {"sdpa": "bool", "eager": "additive", "flex_attention": "flex"}
     if implementation not in kinds:
@@ -118,6 +119,25 @@ def _attention(
     if window is not None:
         chosen["window"] = window
     return chosen
+
+
+def _refuse_what_multipack_lacks(inner: Any, text: Any, name: str) -> None:
+    """Refuse kinds of attention that ``"multipack"`` would refuse at the first forward."""
+    cap = getattr(text, "attn_logit_softcapping", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    sinks = next((path for path, _ in inner.named_parameters() if path.endswith("sinks")), None)
+    if cap is not None:
+        what = f"caps its attention scores (attn_logit_softcapping {cap})"
+    elif chunk is not None:
+        what = f"attends in chunks (attention_chunk_size {chunk})"
+    elif sinks is not None:
+        what = f"has attention sinks ({sinks})"
+    else:
+        return
+    raise ValueError(
+        f'{name} {what}, for which attn_implementation="multipack" has nothing: load it with '
+        'attn_implementation="eager"'
+    )
 
 
 def _window(text: Any, causal: bool, longest: int | None) -> int | dict[str, int | None] | None:
