@@ -248,8 +248,9 @@ def test_borders_of_either_integer_dtype_and_stride():
     compare(run(inputs, wide), run(inputs, BORDERS), 0)
 
 
-def test_the_number_of_threads_changes_nothing():
-    inputs = make(1500, heads=4, kv_heads=2, dtype=torch.bfloat16)
+def test_the_number_of_threads_changes_the_last_digits_at_most():
+    """Who takes which block changes no sum, but a BLAS may order its products by its threads."""
+    inputs = make(1500, heads=4, kv_heads=2, dtype=torch.float32)
     borders = torch.tensor([0, 700, 720, 1400, 1500])
     before = torch.get_num_threads()
     found = []
@@ -258,8 +259,8 @@ def test_the_number_of_threads_changes_nothing():
         found.append(run(inputs, borders))
     torch.set_num_threads(before)
 
-    compare(found[1], found[0], 0)
-    compare(found[2], found[0], 0)
+    compare(found[1], found[0], 1e-6)
+    compare(found[2], found[0], 1e-6)
 
 
 def test_scores_that_are_far_apart():
