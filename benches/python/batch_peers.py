@@ -2,7 +2,8 @@
 
     python benches/python/batch_peers.py
 
-- Collating from flat tensors stands beside a plain copy of as many bytes as it reads and writes.
+- Collating from flat tensors stands beside a plain copy of as many bytes as it reads and writes: in
+  one piece, and in four, as no collator hands out fewer large tensors.
 - Collating samples that are lists or tensors stands beside transformers' collator, asked for the
   same outputs, and beside the least that any must do: a tensor from each list, joined.
 - Masks of 4 rows of 4096 stand beside `torch.zeros` of the same size on the same threads, and
@@ -102,12 +103,17 @@ def flat(tokens: int, rounds: int, results: Results) -> None:
     row_offsets = torch.tensor([0, len(lengths)])
     # 16 bytes read for each token and 28 written, as a copy of 22 reads and writes.
     bytes_copied = torch.ones(22 * tokens, dtype=torch.uint8)
+    quarters = bytes_copied.chunk(4)
     ours = contestant(
         "multipack.ops.collate",
         lambda: multipack.ops.collate(ids, offsets, index, row_offsets, labels=labels),
     )
     title = f"{tokens:,} tokens of {len(lengths):,} samples, flat int64"
-    contestants = [ours, contestant("torch: a copy of as many bytes", bytes_copied.clone)]
+    contestants = [
+        ours,
+        contestant("torch: a copy of as many bytes", bytes_copied.clone),
+        contestant("torch: the same in four tensors", lambda: [part.clone() for part in quarters]),
+    ]
     compete(title, contestants, rounds)
     order = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in index]
     check(torch.equal(ours.answer.input_ids[0], ids[torch.cat(order)]), ours.name)
