@@ -38,6 +38,17 @@ def test_every_tensor_is_rounded_up_alike(samples: Samples) -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
 
 
+@pytest.mark.parametrize(("length", "row_len"), [(16, 16), (17, 32), (1, 16)])
+def test_a_length_that_is_a_multiple_already_is_left_alone(length: int, row_len: int) -> None:
+    """Rounding a length that counts one token too many pads by a whole block, or loses a label."""
+    batch = collate([{"input_ids": list(range(1, length + 1))}], pad_to_multiple_of=16)
+
+    assert batch["input_ids"].shape == (1, row_len)
+    assert batch["labels"].tolist() == [
+        [IGNORED, *range(2, length + 1), *[IGNORED] * (row_len - length)]
+    ]
+
+
 def test_the_padded_tail_is_one_sequence_and_not_one_for_each_token(samples: Samples) -> None:
     """Positions of 0 all through the tail made a sequence of each of its tokens."""
     batch = collate(samples([3, 2]), "flash", pad_to_multiple_of=16)

@@ -530,7 +530,10 @@ def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
 
 def _numbered(made: ops.Batch) -> torch.Tensor:
     """Return the number within its row of the segment of each token."""
-    rows, row_len = made.input_ids.shape
+    ids = made.segment_ids.numpy()
+    if ids.size > 0 and ids.min() > 0:  # no padding: the segments are the samples
+        return torch.from_numpy(ids - 1)
+    rows, row_len = ids.shape
     borders = _to_the_end(made.cu_seqlens_padded, rows * row_len).numpy()
     first = np.searchsorted(borders, np.arange(rows) * row_len)
     numbers = np.arange(len(borders) - 1) - first[borders[:-1] // max(row_len, 1)]
