@@ -37,7 +37,11 @@ SECTIONS = {
     "Balancing": ["balance_peers.py --n 100000 --fixed 200000"],
     "Batches": ["batch_peers.py --parts flat,samples"],
     "Masks": ["batch_peers.py --parts masks,blocks"],
-    "Attention": ["attention_peers.py", "attention_peers.py --step"],
+    "Attention": [
+        "attention_peers.py --tokens 4096",
+        "attention_peers.py --tokens 16384 --runs 1",
+        "attention_peers.py --step --runs 1",
+    ],
 }
 
 OPENING = """# Beside others
