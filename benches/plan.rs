@@ -9,7 +9,9 @@
 use std::cell::LazyCell;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit, tight};
+use multipack::pack::{
+    Arrival, Bounds, Rows, arrivals, best_fit, first_fit, lower_bound, next_fit, tight,
+};
 use multipack::{Config, Split, plan};
 
 #[path = "../tests/support/lengths.rs"]
@@ -32,21 +34,21 @@ fn longs(slots: &[u32]) -> Vec<i64> {
 }
 
 /// A packing algorithm with its arguments filled in.
-type Pack = fn(&[u32], &[u32]) -> Rows;
+type Pack = fn(&[u32]) -> Rows;
 
 const ALGORITHMS: [(&str, Pack); 4] = [
-    ("best_fit", |slots, order| {
+    ("best_fit", |slots| {
         best_fit::pack(
             slots,
-            0..order.len() as u32,
+            0..slots.len() as u32,
             BOUNDS,
             &mut stream(SEED),
             threads(),
         )
     }),
-    ("tight", |slots, order| {
+    ("tight", |slots| {
         let mut tries = tight::tries_for(slots.len());
-        let order = order.iter().copied();
+        let order = 0..slots.len() as u32;
         tight::pack(
             slots,
             order,
@@ -56,12 +58,11 @@ const ALGORITHMS: [(&str, Pack); 4] = [
             &mut tries,
         )
     }),
-    ("first_fit", |slots, order| {
-        first_fit::pack(slots, order, BOUNDS, &mut stream(SEED))
+    ("first_fit", |slots| {
+        let mut arrivals: Vec<Arrival> = arrivals(slots).collect();
+        first_fit::pack(&mut arrivals, BOUNDS, &mut stream(SEED))
     }),
-    ("next_fit", |slots, order| {
-        next_fit::pack(slots, order, BOUNDS)
-    }),
+    ("next_fit", |slots| next_fit::pack(arrivals(slots), BOUNDS)),
 ];
 
 fn assert_sound(rows: &Rows, slots: &[u32]) {
@@ -81,18 +82,17 @@ fn pack(criterion: &mut Criterion) {
     group.sample_size(10);
     for n in [100_000, 1_000_000, 10_000_000] {
         let slots = LazyCell::new(|| lengths::lognormal(n, BOUNDS.capacity, SEED));
-        let order: Vec<u32> = (0..n as u32).collect();
         group.throughput(Throughput::Elements(n as u64));
         for (name, pack) in ALGORITHMS {
             let checked = LazyCell::new(|| {
-                let rows = pack(&slots, &order);
+                let rows = pack(&slots);
                 assert_sound(&rows, &slots);
                 let bound = lower_bound(&slots, BOUNDS);
                 assert!(name != "best_fit" || rows.len() as u64 <= bound + bound / 3000 + 1);
             });
             group.bench_with_input(BenchmarkId::new(name, n), &n, |bencher, _| {
                 *checked;
-                bencher.iter_with_large_drop(|| pack(&slots, &order));
+                bencher.iter_with_large_drop(|| pack(&slots));
             });
         }
     }
@@ -131,11 +131,10 @@ fn hard_lengths(criterion: &mut Criterion) {
         ("uniform", lengths::uniform(n, BOUNDS.capacity, SEED), 0.5),
         ("triplets", lengths::triplets(n, BOUNDS.capacity, SEED), 1.0),
     ] {
-        let order: Vec<u32> = (0..slots.len() as u32).collect();
         let bound = lower_bound(&slots, BOUNDS) as f64;
         for (algorithm, pack) in ALGORITHMS {
             let checked = LazyCell::new(|| {
-                let rows = pack(&slots, &order);
+                let rows = pack(&slots);
                 assert_sound(&rows, &slots);
                 let over = 100.0 * (rows.len() as f64 / bound - 1.0);
                 println!("{name}, {algorithm}: {over:.3} % over the bound");
@@ -143,7 +142,7 @@ fn hard_lengths(criterion: &mut Criterion) {
             });
             group.bench_function(BenchmarkId::new(algorithm, name), |bencher| {
                 *checked;
-                bencher.iter(|| pack(&slots, &order));
+                bencher.iter(|| pack(&slots));
             });
         }
     }

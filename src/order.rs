@@ -6,8 +6,6 @@
 //! mixed by XXH3, so that seed 1 in epoch 0 is not seed 0 in epoch 1. The bounded draw and the
 //! shuffle are written out here, since a library may change how it makes them.
 
-use std::ops::Range;
-
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
 use xxhash_rust::xxh3::xxh3_64;
@@ -59,25 +57,45 @@ impl Stream {
         }
     }
 
-    /// Puts `items` into a random order, each order equally likely (Fisher and Yates). O(n), in
-    /// place. More items than a cache holds are first thrown into buckets.
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+    /// Puts `items` into a random order, each order equally likely. O(n).
+    pub fn shuffle<T: Copy>(&mut self, items: &mut [T]) {
         if items.len() > MOST_SWAPPED {
-            for bucket in self.throw(items) {
-                self.shuffle(&mut items[bucket]);
-            }
-            return;
+            let values = items.to_vec();
+            self.throw(values.into_iter(), items);
+        } else {
+            self.swap_all(items);
         }
+    }
+
+    /// `values` in a random order, each order equally likely. O(n).
+    pub(crate) fn shuffled<T: Clone + Default>(
+        &mut self,
+        values: impl ExactSizeIterator<Item = T>,
+    ) -> Vec<T> {
+        if values.len() > MOST_SWAPPED {
+            let mut items = vec![T::default(); values.len()];
+            self.throw(values, &mut items);
+            items
+        } else {
+            let mut items: Vec<T> = values.collect();
+            self.swap_all(&mut items);
+            items
+        }
+    }
+
+    /// Fisher and Yates: in place, but a swap with a place anywhere in a large memory waits for it.
+    fn swap_all<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u32 + 1) as usize);
         }
     }
 
-    /// Moves each of `items` into one of 256 buckets, each equally likely, and says where they lie;
-    /// shuffled in themselves, they are a shuffled whole (Rao, 1961, and Sandelius, 1962). A swap
-    /// anywhere in a large memory waits for it; here there are 256 places, each moving on in order.
-    fn throw<T>(&mut self, items: &mut [T]) -> Vec<Range<usize>> {
-        let mut bucket_of = vec![0u8; items.len()];
+    /// Throws each of `values` into one of 256 buckets, each equally likely, which lie one after the
+    /// other in `items`; shuffled in themselves, they are a shuffled whole (Rao, 1961, and
+    /// Sandelius, 1962). Values are read in order and written to 256 places that move on in order,
+    /// and a bucket fits into a cache.
+    fn throw<T>(&mut self, values: impl ExactSizeIterator<Item = T>, items: &mut [T]) {
+        let mut bucket_of = vec![0u8; values.len()];
         for buckets in bucket_of.chunks_mut(8) {
             buckets.copy_from_slice(&self.0.next_u64().to_le_bytes()[..buckets.len()]);
         }
@@ -86,22 +104,18 @@ impl Stream {
             sizes[usize::from(bucket)] += 1;
         }
         let mut end = 0;
-        let ends = sizes.map(|size| {
+        let mut next = sizes.map(|size| {
             end += size;
-            end
+            end - size
         });
-        let ranges = || (0..256).map(|bucket| ends[bucket] - sizes[bucket]..ends[bucket]);
-        let mut next: Vec<usize> = ranges().map(|range| range.start).collect();
-        for (bucket, end) in ends.into_iter().enumerate() {
-            while next[bucket] < end {
-                let at = next[bucket];
-                let to = usize::from(bucket_of[at]);
-                items.swap(at, next[to]);
-                bucket_of.swap(at, next[to]);
-                next[to] += 1;
-            }
+        for (value, bucket) in values.zip(bucket_of) {
+            let place = &mut next[usize::from(bucket)];
+            items[*place] = value;
+            *place += 1;
         }
-        ranges().collect()
+        for (size, end) in sizes.into_iter().zip(next) {
+            self.swap_all(&mut items[end - size..end]);
+        }
     }
 }
 
@@ -128,12 +142,8 @@ mod tests {
         let mut stream = Stream::new(0, 0, Purpose::Pack);
         let mut times = std::collections::BTreeMap::new();
         for _ in 0..60_000 {
-            let mut items = [0, 1, 2];
-            let buckets = stream.throw(&mut items);
-            assert_eq!(3, buckets.iter().map(ExactSizeIterator::len).sum::<usize>());
-            for bucket in buckets {
-                stream.shuffle(&mut items[bucket]);
-            }
+            let mut items = [0; 3];
+            stream.throw(0..3, &mut items);
             *times.entry(items).or_insert(0) += 1;
         }
 
@@ -148,8 +158,10 @@ mod tests {
     #[test]
     fn many_items_are_all_there_and_anywhere() {
         let n = MOST_SWAPPED as u32 + 5;
-        let mut items: Vec<u32> = (0..n).collect();
-        Stream::new(0, 0, Purpose::Pack).shuffle(&mut items);
+        let mut items = Stream::new(0, 0, Purpose::Pack).shuffled(0..n);
+        let mut in_place: Vec<u32> = (0..n).collect();
+        Stream::new(0, 0, Purpose::Pack).shuffle(&mut in_place);
+        assert_eq!(items, in_place);
 
         // The mean distance of two random places is a third of the length.
         let moved: f64 = (0..)

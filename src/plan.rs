@@ -429,14 +429,15 @@ fn lay_rows(
         let slots = &samples.slots;
         return pack::pack(slots, all, bounds, config, mix, &mut stream, threads);
     }
-    let mut items: Vec<u32> = (0..samples.len() as u32).collect();
-    if split == Split::Train && !config.sample_packing_sequentially {
-        stream.shuffle(&mut items);
-    }
     // Next fit with nothing but the limit: so many samples in every row but the last.
     let any = Bounds {
         capacity: u32::MAX,
         ..bounds
     };
-    pack::next_fit::pack(&samples.slots, &items, any)
+    let arrivals = pack::arrivals(&samples.slots);
+    if split == Split::Train && !config.sample_packing_sequentially {
+        pack::next_fit::pack(stream.shuffled(arrivals).into_iter(), any)
+    } else {
+        pack::next_fit::pack(arrivals, any)
+    }
 }

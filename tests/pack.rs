@@ -6,7 +6,9 @@ mod lengths;
 mod naive;
 
 use lengths::{SEED, between, stream};
-use multipack::pack::{Bounds, Rows, best_fit, first_fit, lower_bound, next_fit, tight};
+use multipack::pack::{
+    Arrival, Bounds, Rows, arrivals, best_fit, first_fit, lower_bound, next_fit, tight,
+};
 
 const NO_LIMIT: u32 = u32::MAX;
 
@@ -23,11 +25,12 @@ fn best_fit(slots: &[u32], bounds: Bounds) -> Rows {
 }
 
 fn first_fit(slots: &[u32], bounds: Bounds) -> Rows {
-    first_fit::pack(slots, &in_order(slots), bounds, &mut stream(SEED))
+    let mut arrivals: Vec<Arrival> = arrivals(slots).collect();
+    first_fit::pack(&mut arrivals, bounds, &mut stream(SEED))
 }
 
 fn next_fit(slots: &[u32], bounds: Bounds) -> Rows {
-    next_fit::pack(slots, &in_order(slots), bounds)
+    next_fit::pack(arrivals(slots), bounds)
 }
 
 fn tight(slots: &[u32], bounds: Bounds) -> Rows {

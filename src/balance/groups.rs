@@ -62,7 +62,7 @@ pub(super) fn even_groups(units: &[Unit], size: usize, stream: &mut Stream) -> V
             change.labels <= 0 && change.tokens <= 0
         });
     }
-    stream.shuffle(&mut groups);
+    let mut groups = stream.shuffled(groups.into_iter());
     for group in &mut groups {
         stream.shuffle(&mut group.members);
     }
@@ -70,6 +70,7 @@ pub(super) fn even_groups(units: &[Unit], size: usize, stream: &mut Stream) -> V
 }
 
 /// A group, and what its members bring in all.
+#[derive(Clone, Default)]
 struct Group {
     sum: Unit,
     members: Vec<u32>,

@@ -8,94 +8,84 @@
 //! The naive search looks at every open row, which is quadratic when rows stay nearly full. Here
 //! the rows are the leaves of a tree whose inner nodes hold the largest free space below them: the
 //! first child with enough space leads to the earliest row. With 16 children to a node, which are
-//! one line of the cache, five steps are enough for a million rows.
+//! one line of the cache, five steps are enough for a million rows. Rows without space for the
+//! smallest item are closed, and leave the tree when it is full: where large items fill the rows, it
+//! stays small however many there are. O(n log open rows).
 
-use super::{Bounds, Rows};
+use super::{Arrival, Bounds, Rows, Span};
 use crate::order::Stream;
 
-/// Packs the items of `order`, each of `slots[item]` tokens, in that order; the rows are then
-/// shuffled.
+/// Packs items, each with its size, in the order in which they come; the rows are then shuffled. In
+/// the end each arrival holds the item's row in place of its size, which saves memory.
 ///
 /// # Panics
 ///
-/// If a slot is 0 or above the capacity, or a row may hold no item.
-pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds, stream: &mut Stream) -> Rows {
-    let mut tree = Tournament::default();
-    let (mut sizes, mut tokens): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
-    let mut row_of = Vec::with_capacity(order.len());
-    let mut block = Vec::with_capacity(BLOCK);
-    for items in order.chunks(BLOCK) {
-        // Read ahead: these reads all over the memory overlap, and would be waited for one by one in
-        // the search.
-        block.clear();
-        block.extend(items.iter().map(|&item| slots[item as usize]));
-        for slot in block.iter().map(|&slot| bounds.checked(slot)) {
-            let row = tree.first_with(slot).unwrap_or_else(|| {
-                sizes.push(0);
-                tokens.push(0);
-                tree.open(bounds.capacity)
-            });
-            sizes[row] += 1;
-            tokens[row] += slot;
-            // A row with all the items that it may hold has no space, whatever is left of its tokens.
-            let full = sizes[row] == bounds.limit;
-            tree.set(
-                row,
-                if full {
-                    0
-                } else {
-                    bounds.capacity - tokens[row]
-                },
-            );
-            row_of.push(row as u32);
+/// If a size is 0 or above the capacity, or a row may hold no item.
+pub fn pack(arrivals: &mut [Arrival], bounds: Bounds, stream: &mut Stream) -> Rows {
+    let smallest = arrivals.iter().map(|&(_, slot)| slot).min();
+    let smallest = smallest.map_or(1, |slot| bounds.checked(slot));
+    let mut open = OpenRows::default();
+    let mut rows: Vec<Span> = Vec::new();
+    for (_, slot) in arrivals.iter_mut() {
+        let size = bounds.checked(*slot);
+        let leaf = open.first_with(size);
+        let number = leaf.map_or(rows.len(), |leaf| open.rows[leaf] as usize);
+        if leaf.is_none() {
+            rows.push((0, 0, 0));
+        }
+        let (_, items, tokens) = &mut rows[number];
+        *items += 1;
+        *tokens += size;
+        *slot = number as u32;
+        let space = match bounds.capacity - *tokens {
+            space if space >= smallest && *items < bounds.limit => space,
+            _ => 0,
+        };
+        match leaf {
+            Some(leaf) => open.set(leaf, space),
+            None if space > 0 => open.push(number as u32, space),
+            None => {}
         }
     }
-    drop(tree);
+    drop(open);
 
     // Items by row, in their order of arrival: most go to one of the latest rows, which lie together
     // as long as the rows are in order. Only then whole rows go to their random places.
-    let mut starts = vec![0u32; sizes.len() + 1];
-    for (row, &size) in sizes.iter().enumerate() {
-        starts[row + 1] = starts[row] + size;
+    let mut end = 0;
+    for (start, items, _) in &mut rows {
+        *start = end;
+        end += *items;
     }
-    let mut next = starts.clone();
-    let mut items = vec![0; order.len()];
-    for (&item, row) in order.iter().zip(row_of) {
-        let at = &mut next[row as usize];
-        items[*at as usize] = item;
-        *at += 1;
+    let mut items = vec![0; arrivals.len()];
+    for &mut (item, row) in arrivals {
+        let (next, ..) = &mut rows[row as usize];
+        items[*next as usize] = item;
+        *next += 1;
     }
-    let in_order = Rows {
-        items,
-        offsets: starts,
-        tokens,
-    };
-    let mut place: Vec<u32> = (0..sizes.len() as u32).collect();
-    stream.shuffle(&mut place);
-    let mut row_at = vec![0; place.len()];
-    for (row, &place) in place.iter().enumerate() {
-        row_at[place as usize] = row;
+    let mut in_place = vec![(0, 0, 0); rows.len()];
+    let places = stream.shuffled(0..rows.len() as u32);
+    for ((end, items, tokens), place) in rows.into_iter().zip(places) {
+        in_place[place as usize] = (end - items, items, tokens);
     }
-    in_order.reordered(&row_at)
+    Rows::of(&items, &in_place)
 }
-
-/// Items whose sizes are read at once.
-const BLOCK: usize = 1 << 10;
 
 /// Children of a node.
 const WIDE: usize = 16;
 
-/// Free space of the open rows, as the leaves of a tree of maxima.
+/// The rows that may still take items, in order, and their free space as the leaves of a tree of
+/// maxima.
 #[derive(Default)]
-struct Tournament {
-    /// The rows, then the largest of each 16 of them, and so on up to a level of at most 16. Each
-    /// is filled up with zeros to a multiple of 16, where no item fits.
+struct OpenRows {
+    /// The row of each leaf in use.
+    rows: Vec<u32>,
+    /// Space of the leaves, 0 where a row is closed or there is none yet; then the largest of each
+    /// 16 of them, and so on up to a level of 16. No level before the first row is open.
     levels: Vec<Vec<u32>>,
-    rows: usize,
 }
 
-impl Tournament {
-    /// The earliest row with at least `slot` tokens of space, which are not 0.
+impl OpenRows {
+    /// The leaf of the earliest row with at least `slot` tokens of space, which are not 0.
     fn first_with(&self, slot: u32) -> Option<usize> {
         let mut node = 0;
         for level in self.levels.iter().rev() {
@@ -113,8 +103,8 @@ impl Tournament {
         (!self.levels.is_empty()).then_some(node)
     }
 
-    fn set(&mut self, row: usize, space: u32) {
-        let (mut at, mut largest) = (row, space);
+    fn set(&mut self, leaf: usize, space: u32) {
+        let (mut at, mut largest) = (leaf, space);
         for level in &mut self.levels {
             if level[at] == largest {
                 return;
@@ -128,27 +118,29 @@ impl Tournament {
         }
     }
 
-    /// Opens a row with so much space, and returns its number.
-    fn open(&mut self, space: u32) -> usize {
-        let row = self.rows;
-        self.rows += 1;
-        let mut at = row;
-        for level in &mut self.levels {
-            if at == level.len() {
-                level.resize(at + WIDE, 0);
-            }
-            at /= WIDE;
+    /// Adds a row after all others.
+    fn push(&mut self, row: u32, space: u32) {
+        if self.rows.len() == self.levels.first().map_or(0, Vec::len) {
+            self.make_space();
         }
-        if at > 0 || self.levels.is_empty() {
-            // The level on top has grown out of one node.
-            let mut top = vec![0; WIDE];
-            let below = self.levels.last().map_or(&[][..], |level| level);
-            for (largest, children) in top.iter_mut().zip(below.chunks(WIDE)) {
-                *largest = children.iter().copied().max().unwrap_or(0);
-            }
-            self.levels.push(top);
+        self.rows.push(row);
+        self.set(self.rows.len() - 1, space);
+    }
+
+    /// Lets closed rows go, and makes at least as many leaves free as are in use then.
+    fn make_space(&mut self) {
+        let spaces = self.levels.first().map_or(&[][..], |leaves| leaves);
+        let mut leaves: Vec<u32> = spaces.iter().copied().filter(|&space| space > 0).collect();
+        let mut spaces = spaces.iter();
+        self.rows
+            .retain(|_| spaces.next().is_some_and(|&space| space > 0));
+        leaves.resize((2 * leaves.len()).next_multiple_of(WIDE).max(WIDE), 0);
+        self.levels = vec![leaves];
+        while let Some(level) = self.levels.last().filter(|level| level.len() > WIDE) {
+            let largest = |children: &[u32]| children.iter().copied().max().unwrap_or(0);
+            let mut above: Vec<u32> = level.chunks(WIDE).map(largest).collect();
+            above.resize(above.len().next_multiple_of(WIDE), 0);
+            self.levels.push(above);
         }
-        self.set(row, space);
-        row
     }
 }

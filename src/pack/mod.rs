@@ -92,44 +92,42 @@ impl Rows {
         self.tokens.truncate(rows);
     }
 
-    /// These rows in another order.
-    ///
-    /// Rows come from all over memory. Where each begins is looked up for all of them first, so that
-    /// one row's reads do not wait for those of the row before.
-    fn reordered(&self, order: &[usize]) -> Rows {
+    /// The rows whose items `spans` names among `items`.
+    fn of(items: &[u32], spans: &[Span]) -> Rows {
         let mut rows = Rows {
-            items: Vec::with_capacity(self.items.len()),
-            offsets: Vec::with_capacity(order.len() + 1),
-            tokens: Vec::with_capacity(order.len()),
+            items: Vec::with_capacity(items.len()),
+            offsets: Vec::with_capacity(spans.len() + 1),
+            tokens: Vec::with_capacity(spans.len()),
         };
         rows.offsets.push(0);
-        let mut starts: Vec<u32> = Vec::with_capacity(order.len());
-        let mut end = 0;
-        for &row in order {
-            let places = self.places(row);
-            end += places.len() as u32;
-            starts.push(places.start as u32);
-            rows.offsets.push(end);
-            rows.tokens.push(self.tokens[row]);
-        }
-        for (&start, ends) in starts.iter().zip(rows.offsets.windows(2)) {
-            let items = &self.items[start as usize..][..(ends[1] - ends[0]) as usize];
-            match items {
+        for &(start, len, tokens) in spans {
+            match &items[start as usize..][..len as usize] {
                 // Copying slices costs a call, more than the item.
                 &[item] => rows.items.push(item),
                 items => rows.items.extend_from_slice(items),
             }
+            rows.offsets.push(rows.items.len() as u32);
+            rows.tokens.push(tokens);
         }
         rows
     }
 
     /// The same rows in a random order.
+    ///
+    /// What is known of a row is shuffled as a whole, so that of each row only its items have to be
+    /// fetched from anywhere in memory.
     fn shuffled(&self, stream: &mut Stream) -> Rows {
-        let mut order: Vec<usize> = (0..self.len()).collect();
-        stream.shuffle(&mut order);
-        self.reordered(&order)
+        let ends = self.offsets.windows(2);
+        let spans = ends.zip(&self.tokens).map(|(ends, &tokens)| {
+            let [start, end] = [ends[0], ends[1]];
+            (start, end - start, tokens)
+        });
+        Rows::of(&self.items, &stream.shuffled(spans))
     }
 }
+
+/// Of a row its first place, its number of items and its tokens.
+type Span = (u32, u32, u32);
 
 impl Default for Rows {
     fn default() -> Self {
@@ -176,8 +174,7 @@ pub(crate) fn pack(
     let group = config.sample_packing_group_size.unwrap_or(u64::MAX) as usize;
     match config.sample_packing_algorithm {
         _ if config.sample_packing_sequentially => {
-            let order: Vec<u32> = (0..slots.len() as u32).collect();
-            return next_fit::pack(slots, &order, bounds);
+            return next_fit::pack(arrivals(slots), bounds);
         }
         // These deal the items of each length at random; in one group that is shuffling enough.
         Algorithm::BestFitDecreasing if mix && group >= slots.len() => {
@@ -191,11 +188,11 @@ pub(crate) fn pack(
         }
         _ => {}
     }
-    let mut order: Vec<u32> = (0..slots.len() as u32).collect();
-    stream.shuffle(&mut order);
+    let mut order = stream.shuffled(arrivals(slots));
     let mut rows = Rows::new();
-    for chunk in order.chunks(group.min(order.len()).max(1)) {
-        let items = chunk.iter().copied();
+    let group = group.min(order.len()).max(1);
+    for chunk in order.chunks_mut(group) {
+        let items = chunk.iter().map(|&(item, _)| item);
         let packed = match config.sample_packing_algorithm {
             Algorithm::BestFitDecreasing if mix => {
                 let items = Items::count(slots, items, bounds, threads);
@@ -203,8 +200,8 @@ pub(crate) fn pack(
             }
             Algorithm::BestFitDecreasing => best_fit::pack(slots, items, bounds, stream, threads),
             Algorithm::Tight => tight::pack(slots, items, bounds, stream, threads, &mut tries),
-            Algorithm::FirstFit => first_fit::pack(slots, chunk, bounds, stream),
-            Algorithm::NextFit => next_fit::pack(slots, chunk, bounds).shuffled(stream),
+            Algorithm::FirstFit => first_fit::pack(chunk, bounds, stream),
+            Algorithm::NextFit => next_fit::pack(chunk.iter().copied(), bounds).shuffled(stream),
         };
         if rows.is_empty() {
             rows = packed;
@@ -213,6 +210,16 @@ pub(crate) fn pack(
         }
     }
     rows
+}
+
+/// An item and its size. They travel together, so that whoever takes items in a random order need not
+/// fetch their sizes from all over the memory.
+pub type Arrival = (u32, u32);
+
+/// All items in order.
+pub fn arrivals(slots: &[u32]) -> impl ExactSizeIterator<Item = Arrival> {
+    let items = slots.iter().enumerate();
+    items.map(|(item, &slot)| (item as u32, slot))
 }
 
 /// A number of rows that no packing can beat: the largest of three bounds.

@@ -5,44 +5,42 @@
 //! Without a limit of samples it never makes more than twice the optimal number of rows, because two neighbouring rows together hold more
 //! than the capacity. O(n), one pass.
 
-use super::{Bounds, Rows};
+use super::{Arrival, Bounds, Rows};
 
-/// Packs the items of `order`, each of `slots[item]` tokens, in that order.
+/// Packs items, each with its size, in the order in which they come.
 ///
 /// # Panics
 ///
-/// If a slot is 0 or above the capacity, or a row may hold no item.
+/// If a size is 0 or above the capacity, or a row may hold no item.
 ///
 /// # Examples
 ///
 /// ```
-/// use multipack::pack::{Bounds, next_fit};
+/// use multipack::pack::{Bounds, arrivals, next_fit};
 ///
 /// let bounds = Bounds { capacity: 8, limit: u32::MAX };
-/// let rows = next_fit::pack(&[5, 2, 3, 4], &[0, 1, 2, 3], bounds);
+/// let rows = next_fit::pack(arrivals(&[5, 2, 3, 4]), bounds);
 /// assert_eq!(rows.items, [0, 1, 2, 3]);
 /// assert_eq!(rows.offsets, [0, 2, 4]); // 5 + 2, then 3 + 4
 /// ```
-pub fn pack(slots: &[u32], order: &[u32], bounds: Bounds) -> Rows {
-    let mut rows = Rows {
-        items: order.to_vec(),
-        ..Rows::new()
-    };
+pub fn pack(arrivals: impl ExactSizeIterator<Item = Arrival>, bounds: Bounds) -> Rows {
+    let mut rows = Rows::new();
+    rows.items.reserve(arrivals.len());
     let (mut used, mut start) = (0, 0);
-    let mut close = |used: u32, end: usize| {
-        rows.offsets.push(end as u32);
-        rows.tokens.push(used);
-    };
-    for (at, &item) in order.iter().enumerate() {
-        let slot = bounds.checked(slots[item as usize]);
+    for (item, slot) in arrivals {
+        let slot = bounds.checked(slot);
+        let at = rows.items.len();
         if slot > bounds.capacity - used || (at - start) as u32 == bounds.limit {
-            close(used, at);
+            rows.offsets.push(at as u32);
+            rows.tokens.push(used);
             (used, start) = (0, at);
         }
+        rows.items.push(item);
         used += slot;
     }
-    if !order.is_empty() {
-        close(used, order.len());
+    if !rows.items.is_empty() {
+        rows.offsets.push(rows.items.len() as u32);
+        rows.tokens.push(used);
     }
     rows
 }
