@@ -234,6 +234,29 @@ def test_the_length_changes_with_the_epoch_where_the_rows_do() -> None:
     assert len({len(list(made)) for _ in range(5)}) > 1
 
 
+def test_the_length_is_that_of_the_epoch_until_its_last_batch_is_consumed() -> None:
+    """Workers have fetched the last batch long before."""
+    lengths = np.random.default_rng(0).integers(1, 60, 20)
+    made = sampler(lengths, sequence_len=64, sample_packing_algorithm="next_fit")
+    loader = DataLoader(
+        multipack.RowDataset(range(20)), batch_sampler=made, collate_fn=list, num_workers=2
+    )
+    counts = []
+    for epoch in range(4):
+        expected = len(multipack.plan(lengths, config=made.config, epoch=epoch))
+        assert expected == len(loader)
+        for _ in loader:
+            counts.append(expected)
+
+            assert expected == len(loader) == len(made)
+
+    assert len(set(counts)) > 1
+    held = iter(made)
+    assert len(list(held)) == len(made)
+    made.set_epoch(made.epoch)
+    assert len(multipack.plan(lengths, config=made.config, epoch=5)) == len(made)
+
+
 def test_length_iteration_and_state_need_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def collective(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective was called")

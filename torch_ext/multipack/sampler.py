@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -55,6 +56,8 @@ class _Pass:
     consumed: int = 0
     again: bool = False
     """Whether `set_epoch` has asked for the same epoch since."""
+    ended: bool = False
+    """Whether the end was met, so that the sampler stands at the next epoch."""
     fault: str | None = None
     """Why the position of this iteration is not known; None: it is."""
 
@@ -75,9 +78,10 @@ class _Batches(Iterator[Batch]):
         sampler = self._sampler
         if sampler._passed():
             sampler._epoch, sampler._start = sampler.epoch, 0
-        self._plan = sampler.plan
+        self._plan = sampler._plan_from(sampler._epoch)
         self._pass = _Pass(sampler._epoch, sampler._start, sampler._count(self._plan))
         sampler._latest, sampler._loaded = self._pass, False
+        sampler._iteration = weakref.ref(self)
 
     def _number(self) -> int:
         return self._pass.start + self._pass.yielded
@@ -88,6 +92,7 @@ class _Batches(Iterator[Batch]):
             # A newer iteration or a set_epoch has taken over otherwise.
             if sampler._latest is current and sampler._epoch == current.epoch:
                 sampler._epoch, sampler._start = current.epoch + 1, 0
+                current.ended, current.again = True, False
             raise StopIteration
         rows = sampler._rows(self._plan, number)
         current.yielded += 1
@@ -118,7 +123,9 @@ class MultipackBatchSampler(Sampler[Batch]):
     `len()` is the number of microbatches that a pass of the current epoch yields. It is exact
     because it is read off the epoch's plan, which is made once, when it is first needed. On
     shuffled data, all algorithms but ``best_fit_decreasing``, and a group size, can give another
-    number in another epoch: `len()` then follows `set_epoch`.
+    number in another epoch: `len()` then follows `set_epoch`. It is that of the epoch under way as
+    long as its iteration is held: a loop over a DataLoader holds it to the end, though workers have
+    fetched the last batch before, and with `persistent_workers` until the next loop begins.
 
     An iteration begins at the start of the epoch or, after `load_state_dict`, at the position
     loaded, until that epoch has been passed: a peek at the first batch loses nothing. After a full
@@ -204,6 +211,8 @@ class MultipackBatchSampler(Sampler[Batch]):
         # Whether the position was loaded, and no iteration has begun there.
         self._loaded = False
         self._latest = _Pass(0, 0)
+        # The latest iteration, while someone holds it.
+        self._iteration: weakref.ref[_Batches] | None = None
         self._state_follows_consumed = False
         # Plans at once, so that what cannot be planned fails here and not at the first batch.
         report = self.plan.report
@@ -226,10 +235,13 @@ class MultipackBatchSampler(Sampler[Batch]):
     @property
     def plan(self) -> Plan:
         """The plan of the current epoch; its `stats` tell how full and how even it is."""
-        plan = self._plan_of(self._epoch)
-        here = plan.report["epoch"]
-        self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= here}
-        return plan
+        epoch, latest = self._epoch, self._latest
+        # The workers of a loader meet the end of an epoch while its last batches are still to be
+        # consumed; the loader holds the iteration until they are.
+        held = self._iteration is not None and self._iteration() is not None
+        if held and latest.ended and not latest.again:
+            epoch = latest.epoch
+        return self._plan_from(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; the current one keeps its position.
@@ -522,7 +534,7 @@ class MultipackBatchSampler(Sampler[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan is made again where it is needed, for less than it would cost to send.
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": {}, "_iteration": None}
 
     def _passed(self) -> bool:
         """Whether the current epoch has been yielded whole, and was not asked for again.
@@ -573,6 +585,13 @@ class MultipackBatchSampler(Sampler[Batch]):
         """Stand at a position; an iteration under way no longer counts."""
         self._epoch, self._start, self._loaded = epoch, position, False
         self._latest = _Pass(epoch, position)
+
+    def _plan_from(self, epoch: int) -> Plan:
+        """Return the plan of an epoch, and let those of earlier ones go."""
+        plan = self._plan_of(epoch)
+        here = plan.report["epoch"]
+        self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= here}
+        return plan
 
     def _plan_of(self, epoch: int) -> Plan:
         """Return the plan of an epoch, made anew if it is not kept."""
