@@ -7,9 +7,16 @@
 //! that a busy machine spoils a round and not a size. With `-- --test` each plan is made once, of
 //! few samples.
 //!
+//! Every plan gets its memory fresh from the system, as the first plan of a process does. The
+//! allocator of the C library would keep what small plans free and return what large ones free: the
+//! smaller of two sizes would then be spared the page faults that the larger one pays for, which
+//! alone makes up to 2.5 times out of 2.1 (next fit on *middle*). So the bench runs itself again with
+//! `MALLOC_MMAP_THRESHOLD_` set, which makes the allocator treat all sizes alike.
+//!
 //! *Half* is the worst case of a search through all open rows: every sample needs a row of its own.
 //! *Ones* makes the longest rows, *long* leaves gaps that nothing fills.
 
+use std::process::{Command, exit};
 use std::time::Instant;
 
 use multipack::{Config, Split, plan};
@@ -63,7 +70,17 @@ fn processor_seconds() -> f64 {
     nanoseconds.sum::<f64>() / 1e9
 }
 
+/// The allocator's name for the size from which memory is the system's, and returned to it.
+const FRESH_FROM: (&str, &str) = ("MALLOC_MMAP_THRESHOLD_", "131072");
+
 fn main() {
+    if std::env::var_os(FRESH_FROM.0).is_none() {
+        let again = std::env::current_exe().expect("the bench's own path");
+        let mut again = Command::new(again);
+        again.args(std::env::args().skip(1));
+        let status = again.env(FRESH_FROM.0, FRESH_FROM.1).status();
+        exit(status.expect("the bench, again").code().unwrap_or(1));
+    }
     let test = std::env::args().any(|argument| argument == "--test");
     let (first, rounds) = if test { (500, 1) } else { (500_000, ROUNDS) };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
