@@ -189,8 +189,15 @@ impl Table<'_> {
         first..first + self.rows_per_batch
     }
 
+    fn batch(&self, row: u32) -> usize {
+        match self.rows_per_batch {
+            1 => row as usize, // divisions take their time
+            rows => row as usize / rows,
+        }
+    }
+
     fn total(&self, row: u32) -> i64 {
-        self.work.totals[row as usize / self.rows_per_batch]
+        self.work.totals[self.batch(row)]
     }
 
     /// The sets of a row; the empty one too, where there is space for others.
@@ -262,34 +269,80 @@ impl Table<'_> {
 /// Sets by tokens and labels.
 struct Index {
     sets: Vec<Set>,
+    /// The labels of each: a search among them alone stays in the cache.
+    labels: Vec<u32>,
     /// The different sums of tokens, rising.
     sums: Vec<u32>,
     /// Where the sets of each sum begin; one more entry.
     starts: Vec<u32>,
+    /// The sums by ranges of tokens, each of `width`: the first sum that is not below the range.
+    firsts: Vec<u32>,
+    width: u32,
 }
 
 impl Index {
-    fn of(mut sets: Vec<Set>) -> Index {
-        sets.sort_unstable_by_key(Set::order);
-        let (mut sums, mut starts) = (Vec::new(), vec![0]);
-        for equal in sets.chunk_by(|a, b| a.tokens == b.tokens) {
-            sums.push(equal[0].tokens);
-            starts.push(starts[starts.len() - 1] + equal.len() as u32);
+    /// Sorts the sets: by ranges of tokens, a few dozen sets in each, then inside these.
+    fn of(sets: &[Set]) -> Index {
+        let most = sets.iter().map(|set| set.tokens).max().unwrap_or(0);
+        let width = most / (sets.len() as u32 / 16 + 1) + 1;
+        let mut ends = vec![0u32; (most / width) as usize + 2];
+        for set in sets {
+            ends[(set.tokens / width) as usize + 1] += 1;
         }
-        Index { sets, sums, starts }
+        for range in 1..ends.len() {
+            ends[range] += ends[range - 1];
+        }
+        let mut sorted = vec![Set::default(); sets.len()];
+        for &set in sets {
+            let end = &mut ends[(set.tokens / width) as usize];
+            sorted[*end as usize] = set;
+            *end += 1;
+        }
+        let (mut sums, mut starts, mut firsts) = (Vec::new(), vec![0], Vec::new());
+        let mut start = 0;
+        for &end in &ends[..ends.len() - 1] {
+            firsts.push(sums.len() as u32);
+            let range = &mut sorted[start..end as usize];
+            range.sort_unstable_by_key(Set::order);
+            for equal in range.chunk_by(|a, b| a.tokens == b.tokens) {
+                sums.push(equal[0].tokens);
+                starts.push(starts[starts.len() - 1] + equal.len() as u32);
+            }
+            start = end as usize;
+        }
+        Index {
+            labels: sorted.iter().map(|set| set.labels).collect(),
+            sets: sorted,
+            sums,
+            starts,
+            firsts,
+            width,
+        }
     }
 
     /// The sum of so many tokens by its number; where there is none, an empty range at its place.
     fn find(&self, tokens: u32) -> Range<usize> {
-        match self.sums.binary_search(&tokens) {
-            Ok(sum) => sum..sum + 1,
-            Err(next) => next..next,
+        let range = (tokens / self.width) as usize;
+        let mut sum = match self.firsts.get(range) {
+            Some(&first) => first as usize,
+            None => self.sums.len(),
+        };
+        while self.sums.get(sum).is_some_and(|&found| found < tokens) {
+            sum += 1;
         }
+        sum..sum + usize::from(self.sums.get(sum) == Some(&tokens))
     }
 
     /// The sets of these sums, of which there is at most one.
-    fn sets_of(&self, sums: Range<usize>) -> &[Set] {
-        &self.sets[self.starts[sums.start] as usize..self.starts[sums.end] as usize]
+    fn sets_of(&self, sums: Range<usize>) -> Range<usize> {
+        self.starts[sums.start] as usize..self.starts[sums.end] as usize
+    }
+
+    /// The sets with about as many labels as wanted, of these sums, of which there is at most one.
+    fn near(&self, sums: Range<usize>, wanted: u32) -> &[Set] {
+        let all = self.sets_of(sums);
+        let at = all.start + self.labels[all.clone()].partition_point(|&labels| labels < wanted);
+        &self.sets[all.start.max(at.saturating_sub(NEAR))..all.end.min(at + NEAR)]
     }
 }
 
@@ -317,10 +370,11 @@ impl<'a> Search<'a> {
             table.sets(row, |set| sets.push(set));
         }
         let loose = sets.iter().filter(|set| table.space(set.row as usize) > 0);
-        let loose = Index::of(loose.copied().collect());
+        let loose: Vec<Set> = loose.copied().collect();
+        let loose = Index::of(&loose);
         Search {
             table,
-            all: Index::of(sets),
+            all: Index::of(&sets),
             loose,
             mean,
             done: vec![false; batches.len()],
@@ -340,7 +394,7 @@ impl<'a> Search<'a> {
         self.table.sets(row, |set| {
             let wanted = (f64::from(set.labels) + missing).max(0.0) as u32;
             let equal = self.all.find(set.tokens);
-            self.try_near(set, self.all.sets_of(equal.clone()), wanted, &mut best);
+            self.try_all(set, self.all.near(equal.clone(), wanted), &mut best);
             if self.all.sets_of(equal.clone()).len() > 2 * NEAR {
                 return; // enough to choose from
             }
@@ -348,10 +402,10 @@ impl<'a> Search<'a> {
                 if self.all.sums[sum] > set.tokens + space {
                     break;
                 }
-                self.try_near(set, self.all.sets_of(sum..sum + 1), wanted, &mut best);
+                self.try_all(set, self.all.near(sum..sum + 1, wanted), &mut best);
             }
             for sum in (0..self.loose.find(set.tokens).start).rev().take(SUMS) {
-                self.try_near(set, self.loose.sets_of(sum..sum + 1), wanted, &mut best);
+                self.try_all(set, self.loose.near(sum..sum + 1, wanted), &mut best);
             }
         });
         let (one, other) = best.1?;
@@ -363,21 +417,22 @@ impl<'a> Search<'a> {
     }
 
     fn batch(&self, row: u32) -> usize {
-        row as usize / self.table.rows_per_batch - self.first_batch
+        self.table.batch(row) - self.first_batch
     }
 
-    /// Tries the sets with about as many labels as wanted, of some with equal tokens.
-    fn try_near(&self, set: Set, others: &[Set], wanted: u32, best: &mut Best) {
-        let at = others.partition_point(|other| other.labels < wanted);
-        for &other in &others[at.saturating_sub(NEAR)..others.len().min(at + NEAR)] {
-            if self.batch(other.row) == self.batch(set.row) || self.done[self.batch(other.row)] {
-                continue;
-            }
+    /// Tries to put the set in the place of these others.
+    fn try_all(&self, set: Set, others: &[Set], best: &mut Best) {
+        for &other in others {
             let gain = i64::from(other.labels) - i64::from(set.labels);
             let gap = self.table.total(set.row) - self.table.total(other.row);
             // (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g)
             let change = gain * (gap + gain);
-            if change < best.0 && self.fits(set, other) {
+            let batch = self.batch(other.row);
+            if change < best.0
+                && !self.done[batch]
+                && batch != self.batch(set.row)
+                && self.fits(set, other)
+            {
                 *best = (change, Some((set, other)));
             }
         }

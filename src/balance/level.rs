@@ -17,7 +17,7 @@
 //! by 35 % of their mean before and by 20.5 % after four sweeps (0.03 s), where no schedule can get
 //! below 18.4 %. What is left stands in rows of two or three long samples: see [`super::exchange`].
 
-use std::cmp::Reverse;
+use std::ops::Range;
 
 use super::Work;
 
@@ -26,40 +26,20 @@ const SWEEPS: usize = 4;
 
 /// Exchanges samples of equal length over all microbatches.
 pub(super) fn equal_lengths(work: &mut Work) {
-    let classes = Classes::of(work);
-    for lists in classes.iter().filter(|lists| lists.len() > 1) {
-        deal(work, lists);
-    }
+    let mut kinds = Kinds::of(work);
+    kinds.deal(&mut work.totals);
     let mut before = work.squares();
     for _ in 0..SWEEPS {
-        for places in classes.iter().flatten().filter(|places| places.len() > 1) {
-            exchange(work, places);
-        }
+        kinds.sweep(&mut work.totals);
         let after = work.squares();
         if before - after <= before / 100_000 {
-            return;
+            break;
         }
         before = after;
     }
-}
-
-/// Matches the samples at these places, which are of one kind and in different microbatches.
-fn exchange(work: &mut Work, places: &[u32]) {
-    let mut rests: Vec<(i64, u32)> = Vec::with_capacity(places.len());
-    let mut samples: Vec<u64> = Vec::with_capacity(places.len());
-    for &place in places {
-        let at = place as usize;
-        let rest = work.totals[work.batch_of[at] as usize] - i64::from(work.labels[at]);
-        rests.push((rest, place));
-        samples.push(joined(work.labels[at], work.items[at]));
-    }
-    rests.sort_unstable_by_key(|&rest| Reverse(rest));
-    samples.sort_unstable();
-    for ((rest, place), sample) in rests.into_iter().zip(samples) {
-        let (at, (labels, item)) = (place as usize, parted(sample));
-        work.labels[at] = labels;
-        work.items[at] = item;
-        work.totals[work.batch_of[at] as usize] = rest + i64::from(labels);
+    for (&place, &sample) in kinds.places.iter().zip(&kinds.held) {
+        let place = place as usize;
+        (work.labels[place], work.items[place]) = parted(sample);
     }
 }
 
@@ -73,54 +53,37 @@ fn parted(joined: u64) -> (u32, u32) {
     ((joined >> 32) as u32, joined as u32)
 }
 
-/// Deals the samples of one kind to its lists of places: those with the most labels to the first
-/// list, each to the microbatch with the fewest labels, and so on.
-fn deal(work: &mut Work, lists: &[Vec<u32>]) {
-    let places: Vec<u32> = lists.concat();
-    let squares = |work: &Work| -> i128 {
-        // The first list has a place in every microbatch concerned.
-        let total = |&place: &u32| work.totals[work.batch_of[place as usize] as usize];
-        lists[0]
-            .iter()
-            .map(|place| i128::from(total(place)).pow(2))
-            .sum()
-    };
-    let mut samples: Vec<(u32, u32)> = places
-        .iter()
-        .map(|&place| (work.labels[place as usize], work.items[place as usize]))
-        .collect();
-    let (given, before) = (samples.clone(), squares(work));
-    let put = |work: &mut Work, place: u32, sample: (u32, u32)| {
-        let at = place as usize;
-        let total = &mut work.totals[work.batch_of[at] as usize];
-        *total += i64::from(sample.0) - i64::from(work.labels[at]);
-        (work.labels[at], work.items[at]) = sample;
-    };
-    samples.sort_unstable_by_key(|&sample| Reverse(sample));
-    for &place in &places {
-        put(work, place, (0, 0));
-    }
-    let mut next = samples.into_iter();
-    for list in lists {
-        let mut list = list.clone();
-        list.sort_by_key(|&place| work.totals[work.batch_of[place as usize] as usize]);
-        for (place, sample) in list.into_iter().zip(&mut next) {
-            put(work, place, sample);
-        }
-    }
-    if squares(work) > before {
-        for (&place, &sample) in places.iter().zip(&given) {
-            put(work, place, sample);
-        }
-    }
+/// Labels of a sample, which is joined from its labels and its number.
+fn labels(sample: u64) -> i64 {
+    (sample >> 32) as i64
 }
 
-/// For each kind, lists of its places: the first list has the first place of every microbatch that
-/// holds the kind, the second one the second places, and so on.
-struct Classes(Vec<Vec<Vec<u32>>>);
+/// A microbatch's labels, less than 2⁶³, and a number to tell equal ones apart by.
+fn entry(labels: i64, number: usize) -> u128 {
+    // A first sample that loses a label leaves -1 behind where it is alone and has no other.
+    ((labels + 1) as u128) << 64 | number as u128
+}
 
-impl Classes {
-    fn of(work: &Work) -> Classes {
+/// The places that change their samples, kind by kind and list by list: the first list of a kind
+/// has the first place of every microbatch that holds the kind, the second one the second places,
+/// and so on. What belongs to a place stands at one index in all of the arrays.
+#[derive(Default)]
+struct Kinds {
+    places: Vec<u32>,
+    /// The microbatch of each place.
+    batches: Vec<u32>,
+    /// The sample that is there, joined from its labels and its number.
+    held: Vec<u64>,
+    /// The samples of each list, rising.
+    samples: Vec<u64>,
+    /// Where each list begins; one more entry.
+    lists: Vec<usize>,
+    /// The lists of each kind.
+    kinds: Vec<Range<usize>>,
+}
+
+impl Kinds {
+    fn of(work: &Work) -> Kinds {
         // The longest first; the places of a kind in the order of the microbatches.
         let key = |place: u32| {
             let (length, leads) = work.kind(place);
@@ -129,27 +92,113 @@ impl Classes {
         };
         let mut order: Vec<u64> = (0..work.items.len() as u32).map(key).collect();
         order.sort_unstable();
-        let order: Vec<u32> = order.into_iter().map(|key| parted(key).1).collect();
-        let batch_of = |place: u32| work.batch_of[place as usize];
-        let mut classes = Vec::new();
-        for class in order.chunk_by(|&a, &b| work.kind(a) == work.kind(b)) {
-            let mut lists: Vec<Vec<u32>> = Vec::new();
-            for places in class.chunk_by(|&a, &b| batch_of(a) == batch_of(b)) {
-                for (rank, &place) in places.iter().enumerate() {
-                    if rank == lists.len() {
-                        lists.push(Vec::new());
-                    }
-                    lists[rank].push(place);
-                }
+        let mut kinds = Kinds {
+            lists: vec![0],
+            ..Kinds::default()
+        };
+        let batch = |key: u64| work.batch_of[parted(key).1 as usize];
+        let mut ranks: Vec<usize> = Vec::new();
+        for kind in order.chunk_by(|&a, &b| parted(a).0 == parted(b).0) {
+            if batch(kind[0]) == batch(kind[kind.len() - 1]) {
+                continue; // all in one microbatch
             }
-            if lists[0].len() > 1 {
-                classes.push(lists);
+            ranks.clear();
+            let mut ends: Vec<usize> = Vec::new();
+            for alike in kind.chunk_by(|&a, &b| batch(a) == batch(b)) {
+                ends.resize(ends.len().max(alike.len()), 0);
+                ends[..alike.len()].iter_mut().for_each(|count| *count += 1);
+                ranks.extend(0..alike.len());
+            }
+            let start = kinds.places.len();
+            let first = kinds.lists.len() - 1;
+            let mut next: Vec<usize> = Vec::with_capacity(ends.len());
+            for count in ends {
+                next.push(kinds.lists[kinds.lists.len() - 1]);
+                kinds.lists.push(next[next.len() - 1] + count);
+            }
+            kinds.kinds.push(first..kinds.lists.len() - 1);
+            kinds.places.resize(start + kind.len(), 0);
+            for (&key, &rank) in kind.iter().zip(&ranks) {
+                kinds.places[next[rank]] = parted(key).1;
+                next[rank] += 1;
             }
         }
-        Classes(classes)
+        let places = || kinds.places.iter().map(|&place| place as usize);
+        kinds.batches = places().map(|place| work.batch_of[place]).collect();
+        kinds.held = places()
+            .map(|place| joined(work.labels[place], work.items[place]))
+            .collect();
+        kinds.samples = kinds.held.clone();
+        kinds
     }
 
-    fn iter(&self) -> impl Iterator<Item = &[Vec<u32>]> {
-        self.0.iter().map(Vec::as_slice)
+    /// Deals the samples of every kind to its lists: those with the most labels to the first list,
+    /// each to the microbatch with the fewest labels, and so on; unless that is worse.
+    fn deal(&mut self, totals: &mut [i64]) {
+        let mut order: Vec<u128> = Vec::new();
+        for kind in self.kinds.clone() {
+            if kind.len() == 1 {
+                let list = self.lists[kind.start]..self.lists[kind.end];
+                self.samples[list].sort_unstable();
+                continue;
+            }
+            let all = self.lists[kind.start]..self.lists[kind.end];
+            // The first list has a place in every microbatch concerned.
+            let concerned = self.lists[kind.start]..self.lists[kind.start + 1];
+            let squares = |totals: &[i64]| -> i128 {
+                let total = |&batch: &u32| i128::from(totals[batch as usize]);
+                let batches = &self.batches[concerned.clone()];
+                batches.iter().map(|batch| total(batch).pow(2)).sum()
+            };
+            let before = squares(totals);
+            let given: Vec<u64> = self.held[all.clone()].to_vec();
+            for at in all.clone() {
+                totals[self.batches[at] as usize] -= labels(self.held[at]);
+            }
+            self.samples[all.clone()].sort_unstable_by(|a, b| b.cmp(a));
+            for list in kind.clone() {
+                let places = self.lists[list]..self.lists[list + 1];
+                order.clear();
+                order.extend(places.clone().map(|at| entry(totals[self.batches[at] as usize], at)));
+                order.sort_unstable();
+                for (&entry, &sample) in order.iter().zip(&self.samples[places]) {
+                    let at = entry as u64 as usize;
+                    self.held[at] = sample;
+                    totals[self.batches[at] as usize] += labels(sample);
+                }
+            }
+            if squares(totals) > before {
+                for (at, given) in all.clone().zip(given) {
+                    let held = std::mem::replace(&mut self.held[at], given);
+                    totals[self.batches[at] as usize] += labels(given) - labels(held);
+                }
+                self.samples[all.clone()].copy_from_slice(&self.held[all]);
+            }
+            for list in kind {
+                self.samples[self.lists[list]..self.lists[list + 1]].sort_unstable();
+            }
+        }
+    }
+
+    /// Matches the samples of each list with the microbatches of its places.
+    fn sweep(&mut self, totals: &mut [i64]) {
+        let mut rests: Vec<u128> = Vec::new();
+        for list in self.lists.windows(2) {
+            let list = list[0]..list[1];
+            if list.len() < 2 {
+                continue;
+            }
+            rests.clear();
+            for at in list.clone() {
+                let rest = totals[self.batches[at] as usize] - labels(self.held[at]);
+                rests.push(entry(rest, at));
+            }
+            rests.sort_unstable();
+            for (&rest, &sample) in rests.iter().rev().zip(&self.samples[list]) {
+                let at = rest as u64 as usize;
+                self.held[at] = sample;
+                totals[self.batches[at] as usize] = (rest >> 64) as i64 - 1 + labels(sample);
+            }
+        }
     }
 }
