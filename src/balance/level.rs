@@ -159,7 +159,11 @@ impl Kinds {
             for list in kind.clone() {
                 let places = self.lists[list]..self.lists[list + 1];
                 order.clear();
-                order.extend(places.clone().map(|at| entry(totals[self.batches[at] as usize], at)));
+                order.extend(
+                    places
+                        .clone()
+                        .map(|at| entry(totals[self.batches[at] as usize], at)),
+                );
                 order.sort_unstable();
                 for (&entry, &sample) in order.iter().zip(&self.samples[places]) {
                     let at = entry as u64 as usize;

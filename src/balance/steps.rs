@@ -35,6 +35,7 @@ pub(super) fn even_steps(work: &mut Work, order: &[u32], step: usize) {
         .map(|batches| Step {
             labels: batches.iter().map(|&b| work.totals[b as usize]).sum(),
             batches,
+            places: Vec::new(),
         })
         .collect();
     let mean = steps.iter().map(|step| step.labels).sum::<i64>() / steps.len().max(1) as i64;
@@ -50,7 +51,13 @@ pub(super) fn even_steps(work: &mut Work, order: &[u32], step: usize) {
             if (high.labels - low.labels) * TOLERANCE <= mean {
                 continue;
             }
-            changed |= exchange(work, low, high, &starts);
+            // What stands at a place is of one kind from the beginning to the end.
+            for step in [&mut *low, &mut *high] {
+                if step.places.is_empty() {
+                    step.places = step.places(work, &starts);
+                }
+            }
+            changed |= exchange(work, low, high);
         }
         idle = if changed { 0 } else { idle + 1 };
         if idle == 2 {
@@ -63,16 +70,30 @@ pub(super) fn even_steps(work: &mut Work, order: &[u32], step: usize) {
 struct Step<'a> {
     labels: i64,
     batches: &'a [u32],
+    /// Its places, those of one kind side by side, and not too many of them; once they are needed.
+    places: Vec<Place>,
+}
+
+/// A place, and the kind of what stands there.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Place {
+    kind: (u32, bool),
+    place: u32,
 }
 
 impl Step<'_> {
-    /// Its places, those of one kind side by side, and not too many of them.
-    fn places(&self, work: &Work, starts: &[u32]) -> Vec<u32> {
+    fn places(&self, work: &Work, starts: &[u32]) -> Vec<Place> {
         let of_batch = |&batch: &u32| starts[batch as usize]..starts[batch as usize + 1];
-        let mut places: Vec<u32> = self.batches.iter().flat_map(of_batch).collect();
-        places.sort_unstable_by_key(|&place| (work.kind(place), place));
+        let all = self.batches.iter().flat_map(of_batch);
+        let mut places: Vec<Place> = all
+            .map(|place| Place {
+                kind: work.kind(place),
+                place,
+            })
+            .collect();
+        places.sort_unstable();
         places
-            .chunk_by(|&a, &b| work.kind(a) == work.kind(b))
+            .chunk_by(|a, b| a.kind == b.kind)
             .flat_map(|alike| alike.iter().step_by(alike.len().div_ceil(MOST_ALIKE)))
             .copied()
             .collect()
@@ -80,19 +101,17 @@ impl Step<'_> {
 }
 
 /// Lets two steps exchange samples while that lowers the sum of squares; returns whether it did.
-fn exchange(work: &mut Work, low: &mut Step, high: &mut Step, starts: &[u32]) -> bool {
-    let (ours, theirs) = (low.places(work, starts), high.places(work, starts));
-    let same = |&a: &u32, &b: &u32| work.kind(a) == work.kind(b);
-    let mut alike = Vec::new();
-    let mut theirs = theirs.chunk_by(same).peekable();
-    for ours in ours.chunk_by(same) {
-        let kind = work.kind(ours[0]);
-        while theirs.next_if(|other| work.kind(other[0]) < kind).is_some() {}
-        if let Some(other) = theirs.next_if(|other| work.kind(other[0]) == kind) {
-            alike.extend(
-                ours.iter()
-                    .flat_map(|&a| other.iter().map(move |&b| (a, b))),
-            );
+fn exchange(work: &mut Work, low: &mut Step, high: &mut Step) -> bool {
+    let same = |a: &Place, b: &Place| a.kind == b.kind;
+    let mut pairs: Vec<(u32, u32)> = Vec::new();
+    let mut theirs = high.places.chunk_by(same).peekable();
+    for ours in low.places.chunk_by(same) {
+        let kind = ours[0].kind;
+        while theirs.next_if(|other| other[0].kind < kind).is_some() {}
+        if let Some(theirs) = theirs.next_if(|other| other[0].kind == kind) {
+            for one in ours {
+                pairs.extend(theirs.iter().map(|other| (one.place, other.place)));
+            }
         }
     }
     let weight = low.batches.len() as i64;
@@ -105,7 +124,7 @@ fn exchange(work: &mut Work, low: &mut Step, high: &mut Step, starts: &[u32]) ->
             let of_steps = gain * (low.labels - high.labels + gain);
             weight * of_steps + gain * (total(one) - total(other) + gain)
         };
-        let best = alike.iter().min_by_key(|pair| change(pair));
+        let best = pairs.iter().min_by_key(|pair| change(pair));
         let Some(&(one, other)) = best.filter(|pair| change(pair) < 0) else {
             return exchanges > 0;
         };
