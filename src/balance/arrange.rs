@@ -9,6 +9,7 @@
 //! O(n log n).
 
 use super::groups::{Unit, even_groups};
+use crate::config::{BalanceCost, BatchLayout, Config};
 use crate::order::Stream;
 
 /// What a microbatch weighs.
@@ -16,6 +17,28 @@ use crate::order::Stream;
 pub(super) struct Load {
     pub unit: Unit,
     pub cost: f64,
+}
+
+impl Load {
+    /// Of a microbatch with so many labels, and samples of these lengths.
+    pub fn of(labels: i64, lengths: &[u32], layout: BatchLayout, config: &Config) -> Load {
+        let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
+        let square = |&length: &u32| f64::from(length).powi(2);
+        let cost = match (config.balance_cost, layout) {
+            (BalanceCost::Attention, _) => {
+                let squares: f64 = lengths.iter().map(square).sum();
+                config.balance_cost_linear * tokens as f64 + squares
+            }
+            (BalanceCost::Padded | BalanceCost::Auto, BatchLayout::Padded) => {
+                f64::from(lengths.iter().copied().max().unwrap_or(0))
+            }
+            _ => tokens as f64,
+        };
+        Load {
+            unit: Unit { labels, tokens },
+            cost,
+        }
+    }
 }
 
 /// Puts microbatches into steps of `step`, even in labels and tokens, and orders each for `world`
@@ -28,6 +51,18 @@ pub(super) fn by_labels(
 ) -> Vec<u32> {
     let units: Vec<Unit> = loads.iter().map(|load| load.unit).collect();
     let mut order = even_groups(&units, step, stream);
+    inside_steps(&mut order, loads, world, step, stream);
+    order
+}
+
+/// Orders the microbatches of each step for `world` ranks.
+pub(super) fn inside_steps(
+    order: &mut [u32],
+    loads: &[Load],
+    world: usize,
+    step: usize,
+    stream: &mut Stream,
+) {
     let cost = |batch: &u32| loads[*batch as usize].cost;
     let mut falling = stream.below(2) == 1;
     for members in order.chunks_mut(step) {
@@ -40,8 +75,7 @@ pub(super) fn by_labels(
             members.chunks_mut(world).for_each(<[u32]>::reverse);
         }
     }
-    even_ranks(&mut order, loads, world);
-    order
+    even_ranks(order, loads, world);
 }
 
 /// Deals the microbatches of each microstep that cost the same to the ranks, those with the most

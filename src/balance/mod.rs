@@ -13,6 +13,8 @@
 //! 5. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost.
 //! 6. [`steps`]: what one microbatch leaves over in its step is spread over many.
 //!
+//! Of a handful of samples, [`few`] finds the best schedule instead, by trying all.
+//!
 //! Packed rows come from a packer that mixes lengths ([`crate::pack::mixed`]): rows of long samples
 //! alone could not be evened. The whole epoch is balanced at once, which is more than a window of
 //! some steps can do. An incomplete last step takes part in 1 to 3, so that its microbatches are not
@@ -21,6 +23,7 @@
 
 mod arrange;
 mod exchange;
+mod few;
 mod floor;
 mod groups;
 mod level;
@@ -78,9 +81,39 @@ pub(crate) fn balance(
         },
     };
 
-    // A handful of samples may come out worse; then less is done, or nothing.
     let count = config.batch_size(Split::Train) as usize;
     let fixed = !layout.is_packed() && given.items.len() == count * given.totals.len();
+    let by_cost = config.balance_cost == BalanceCost::Attention;
+    let mut put = |work: &Work, order: &[u32]| {
+        let end = work.items.len();
+        schedule.rows.items[..end].copy_from_slice(&work.items);
+        schedule.rows.offsets[..work.fronts.len()].copy_from_slice(&work.fronts);
+        sum_rows(&mut schedule.rows, samples);
+        reorder(&mut schedule.rows, order, round.rows_per_microbatch);
+    };
+    let few = (1..=few::MOST_SAMPLES).contains(&given.items.len());
+    if few && (layout.is_packed() || fixed) {
+        let work = few::best(&few::Frame {
+            given: &given,
+            rest: &rest,
+            before: &before,
+            shape,
+            layout,
+            config,
+            world: round.world_size,
+            step,
+        });
+        let mut steps: Vec<usize> = (0..complete / step).collect();
+        stream.shuffle(&mut steps);
+        let batches = |of: usize| (of * step) as u32..((of + 1) * step) as u32;
+        let mut order: Vec<u32> = steps.into_iter().flat_map(batches).collect();
+        let loads = loads(&work, layout, config);
+        arrange::inside_steps(&mut order, &loads, round.world_size, step, stream);
+        put(&work, &order);
+        return;
+    }
+
+    // Few samples may come out worse; then less is done, or nothing.
     for bold in [true, false] {
         let mut work = given.clone();
         if bold && fixed {
@@ -92,7 +125,6 @@ pub(crate) fn balance(
             exchange_sets(&mut work, shape, stream, threads);
         }
         let weights = loads(&work, layout, config);
-        let by_cost = config.balance_cost == BalanceCost::Attention;
         let arrange = if by_cost {
             arrange::by_cost
         } else {
@@ -103,19 +135,8 @@ pub(crate) fn balance(
         let loads = loads(&work, layout, config);
         let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
         let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
-        // Steps that are composed for cost may differ by a few tokens more.
-        if work.lost() == given.lost()
-            && after.batch_labels <= before.batch_labels
-            && after.step_labels <= before.step_labels
-            && (by_cost || after.step_tokens <= before.step_tokens)
-        {
-            let end = work.items.len();
-            schedule.rows.items[..end].copy_from_slice(&work.items);
-            schedule.rows.offsets[..work.fronts.len()].copy_from_slice(&work.fronts);
-            if bold {
-                sum_rows(&mut schedule.rows, samples);
-            }
-            reorder(&mut schedule.rows, &order, round.rows_per_microbatch);
+        if work.lost() == given.lost() && after.is_within(&before, by_cost) {
+            put(&work, &order);
             return;
         }
     }
@@ -166,6 +187,14 @@ impl Unevenness {
             step_labels: spread(steps.iter().map(|unit| unit.labels)),
             step_tokens: spread(steps.iter().map(|unit| unit.tokens)),
         }
+    }
+
+    /// Whether nothing is more uneven than in `other`; tokens may be, by a few, where steps are
+    /// composed for cost.
+    fn is_within(&self, other: &Unevenness, by_cost: bool) -> bool {
+        self.batch_labels <= other.batch_labels
+            && self.step_labels <= other.step_labels
+            && (by_cost || self.step_tokens <= other.step_tokens)
     }
 }
 
@@ -368,6 +397,21 @@ impl Work {
         self.leads.swap(one, other);
     }
 
+    /// Puts what stands at these places into rows, as many in each microbatch as there are now.
+    fn put_rows(&mut self, rows: &[Vec<u32>], rows_per_batch: usize) {
+        self.fronts.clear();
+        self.batch_of.clear();
+        let mut end = 0;
+        for (row, places) in rows.iter().enumerate() {
+            self.fronts.push(end);
+            end += places.len() as u32;
+            self.batch_of
+                .resize(end as usize, (row / rows_per_batch) as u32);
+        }
+        self.rearrange(0, &rows.concat());
+        self.add_up();
+    }
+
     /// Puts what stands at `places` to the places from `start` on.
     fn rearrange(&mut self, start: usize, places: &[u32]) {
         fn pick<T: Copy>(values: &mut [T], start: usize, places: &[u32]) {
@@ -390,25 +434,7 @@ fn loads(work: &Work, layout: BatchLayout, config: &Config) -> Vec<Load> {
     for places in work.batch_of.chunk_by(|a, b| a == b) {
         let lengths = &work.lengths[at..at + places.len()];
         at += places.len();
-        let tokens: i64 = lengths.iter().map(|&length| i64::from(length)).sum();
-        let cost = match (config.balance_cost, layout) {
-            (BalanceCost::Attention, _) => {
-                let squares: f64 = lengths
-                    .iter()
-                    .map(|&length| f64::from(length).powi(2))
-                    .sum();
-                config.balance_cost_linear * tokens as f64 + squares
-            }
-            (BalanceCost::Padded | BalanceCost::Auto, BatchLayout::Padded) => {
-                f64::from(lengths.iter().copied().max().unwrap_or(0))
-            }
-            _ => tokens as f64,
-        };
-        let labels = work.totals[loads.len()];
-        loads.push(Load {
-            unit: Unit { labels, tokens },
-            cost,
-        });
+        loads.push(Load::of(work.totals[loads.len()], lengths, layout, config));
     }
     loads
 }

@@ -1,0 +1,304 @@
+//! Few: of a handful of samples every schedule is tried, and the best one taken.
+//!
+//! The other parts move samples as long as that lowers a sum of squares. Thousands of samples leave
+//! hardly anything over in that way, but eight may well end in a hollow. There are not many ways to
+//! deal eight, though: branch and bound, sample by sample, the one with the most labels first.
+//!
+//! ```text
+//! put the next sample into each row that has space; of rows, microbatches and steps that are still
+//! empty and alike, only into the first
+//! go back where the labels left over, poured in like water, could not make the sum of squares small
+//! ```
+//!
+//! The best schedule is the one whose microbatches are most even in labels; of several, the one
+//! whose steps are; of these, the one in which ranks wait least. All of them have the rows, the
+//! capacity, the limit on samples and no more padding than the given one, and none whose steps are
+//! more uneven in labels or in tokens counts. (So where a little less spread over microbatches would
+//! cost the steps any, it is not taken.) The given schedule is one of them.
+//!
+//! With eight samples that takes less than a millisecond as a rule. Where many schedules are equally
+//! good and it matters which sample comes first in a row, there are up to 100,000: 0.07 s.
+
+use std::cmp::{Ordering, Reverse};
+
+use super::arrange::Load;
+use super::exchange::Shape;
+use super::groups::Unit;
+use super::{Unevenness, Work};
+use crate::config::{BalanceCost, BatchLayout, Config};
+
+/// Most samples for which every schedule is tried.
+pub(super) const MOST_SAMPLES: usize = 8;
+
+/// What all schedules that are tried have in common.
+pub(super) struct Frame<'a> {
+    pub given: &'a Work,
+    /// The microbatches after those of `given`.
+    pub rest: &'a [Unit],
+    /// How uneven the given schedule is.
+    pub before: &'a Unevenness,
+    pub shape: Shape,
+    pub layout: BatchLayout,
+    pub config: &'a Config,
+    /// Data-parallel ranks.
+    pub world: usize,
+    /// Microbatches of a step.
+    pub step: usize,
+}
+
+/// The best schedule of the samples of `given`, its microbatches in the order of their steps.
+pub(super) fn best(frame: &Frame) -> Work {
+    let given = frame.given;
+    let batches = given.totals.len();
+    let rows = given.fronts.len();
+    let mut order: Vec<u32> = (0..given.items.len() as u32).collect();
+    order.sort_by_key(|&place| Reverse(given.labels[place as usize]));
+    let row_as_given = |row| {
+        let mut places = given.row(row);
+        let leads = !given.leads.is_empty();
+        Row {
+            front: leads.then(|| places.next()).flatten(),
+            others: places.collect(),
+        }
+    };
+    let mut search = Search {
+        frame,
+        rows_per_batch: rows / batches.max(1),
+        order,
+        rows: (0..rows).map(row_as_given).collect(),
+        size: u64::MAX,
+        best: None,
+    };
+    search.size = search.sizes();
+    search.look(); // the given one is the first to beat
+    search.rows.fill(Row::default());
+    search.put(0);
+    let mut work = given.clone();
+    if let Some((_, rows)) = search.best {
+        let rows = rows.iter().map(|row| row.places().collect());
+        work.put_rows(&rows.collect::<Vec<_>>(), search.rows_per_batch);
+    }
+    work
+}
+
+/// The places whose samples stand in a row.
+#[derive(Clone, Default)]
+struct Row {
+    /// The first one, where that matters.
+    front: Option<u32>,
+    others: Vec<u32>,
+}
+
+impl Row {
+    fn places(&self) -> impl Iterator<Item = u32> {
+        self.front.into_iter().chain(self.others.iter().copied())
+    }
+
+    fn is_empty(&self) -> bool {
+        self.front.is_none() && self.others.is_empty()
+    }
+}
+
+/// What a schedule is judged by: the less, the better, the first that differs.
+struct Score {
+    unevenness: Unevenness,
+    /// The largest costs of the microsteps of complete steps, summed up.
+    waits: f64,
+}
+
+impl Score {
+    /// Where steps may be composed for cost, that goes before the labels of steps.
+    fn compare(&self, other: &Score, by_cost: bool) -> Ordering {
+        let (mine, theirs) = (&self.unevenness, &other.unevenness);
+        let waits = self.waits.total_cmp(&other.waits);
+        let steps = mine.step_labels.cmp(&theirs.step_labels);
+        let batches = mine.batch_labels.cmp(&theirs.batch_labels);
+        let next = if by_cost {
+            waits.then(steps)
+        } else {
+            steps.then(waits)
+        };
+        batches.then(next)
+    }
+}
+
+struct Search<'a> {
+    frame: &'a Frame<'a>,
+    rows_per_batch: usize,
+    /// The places in the order in which their samples are dealt.
+    order: Vec<u32>,
+    rows: Vec<Row>,
+    /// Positions in all batches, of which there may not be more.
+    size: u64,
+    best: Option<(Score, Vec<Row>)>,
+}
+
+impl Search<'_> {
+    /// Puts the samples from `next` on into rows, in every way.
+    fn put(&mut self, next: usize) {
+        let Some(&place) = self.order.get(next) else {
+            return self.look();
+        };
+        let empty = self.rows.iter().filter(|row| row.is_empty());
+        if empty.count() > self.order.len() - next || self.is_hopeless() {
+            return;
+        }
+        for row in 0..self.rows.len() {
+            if !self.has_space(row, place) {
+                continue;
+            }
+            if !self.frame.given.leads.is_empty() && self.rows[row].front.is_none() {
+                self.rows[row].front = Some(place);
+                self.put(next + 1);
+                self.rows[row].front = None;
+            }
+            self.rows[row].others.push(place);
+            self.put(next + 1);
+            self.rows[row].others.pop();
+        }
+    }
+
+    fn has_space(&self, row: usize, place: u32) -> bool {
+        let bounds = self.frame.shape.bounds;
+        let places = self.rows[row].places();
+        if places.count() as u32 >= bounds.limit {
+            return false;
+        }
+        if self.frame.layout.is_packed()
+            && self.used(&self.rows[row]) + self.slot(place) > bounds.capacity
+        {
+            return false;
+        }
+        // Of rows, microbatches and steps that are empty and alike, the first one will do.
+        let per_step = self.rows_per_batch * self.frame.step;
+        [
+            (1, self.rows_per_batch),
+            (self.rows_per_batch, per_step),
+            (per_step, usize::MAX),
+        ]
+        .into_iter()
+        .all(|(size, whole)| {
+            let start = row / size * size;
+            let alike = start % whole >= size && start + size <= self.rows.len();
+            !alike
+                || !self.rows[start - size..start + size]
+                    .iter()
+                    .all(Row::is_empty)
+        })
+    }
+
+    /// Whether no way of dealing the other samples can be as even in labels as the best schedule.
+    fn is_hopeless(&self) -> bool {
+        let Some((best, _)) = &self.best else {
+            return false;
+        };
+        let given = self.frame.given;
+        let rest = || self.frame.rest.iter().map(|unit| unit.labels as f64);
+        let mut totals: Vec<f64> = (self.rows.chunks(self.rows_per_batch))
+            .map(|rows| rows.iter().map(|row| self.least_labels(row)).sum::<i64>() as f64)
+            .collect();
+        totals.sort_by(f64::total_cmp);
+        // The labels left over, poured in like water: no way to deal them has a smaller sum.
+        let sum = given.totals.iter().sum::<i64>() as f64;
+        let mut level = f64::INFINITY;
+        let mut water = sum - totals.iter().sum::<f64>();
+        for (count, &total) in (1..).zip(&totals) {
+            water += total;
+            level = level.min(water / f64::from(count));
+        }
+        let squares = totals
+            .iter()
+            .map(|total| total.max(level).powi(2))
+            .sum::<f64>()
+            + rest().map(|labels| labels * labels).sum::<f64>();
+        let count = (totals.len() + self.frame.rest.len()) as f64;
+        let least = count * squares - (sum + rest().sum::<f64>()).powi(2);
+        least > best.unevenness.batch_labels as f64 + 1e-9 * count * squares
+    }
+
+    /// The labels of a row, if whoever will lead it loses one where that can be.
+    fn least_labels(&self, row: &Row) -> i64 {
+        let given = self.frame.given;
+        let labels = |place| i64::from(given.labels[place as usize]);
+        let loses = match row.front {
+            Some(front) => given.leads(front),
+            None => !given.leads.is_empty(),
+        };
+        row.places().map(labels).sum::<i64>() - i64::from(loses)
+    }
+
+    fn slot(&self, place: u32) -> u32 {
+        let length = self.frame.given.lengths[place as usize];
+        length.next_multiple_of(self.frame.shape.align)
+    }
+
+    fn used(&self, row: &Row) -> u32 {
+        row.places().map(|place| self.slot(place)).sum()
+    }
+
+    /// Positions in all batches.
+    fn sizes(&self) -> u64 {
+        let padded = self.frame.layout == BatchLayout::Padded;
+        let batches = self.rows.chunks(self.rows_per_batch);
+        let size = |rows: &[Row]| {
+            let (longest, count) = match padded {
+                true => {
+                    let slots = rows[0].places().map(|place| self.slot(place));
+                    (slots.max(), rows[0].places().count())
+                }
+                false => (rows.iter().map(|row| self.used(row)).max(), rows.len()),
+            };
+            let longest = longest
+                .unwrap_or(0)
+                .next_multiple_of(self.frame.shape.multiple);
+            u64::from(longest) * count as u64
+        };
+        batches.map(size).sum()
+    }
+
+    /// Keeps the schedule in which all samples stand in rows, if it is better than the best so far.
+    fn look(&mut self) {
+        let frame = self.frame;
+        let given = frame.given;
+        let leads = !given.leads.is_empty();
+        if self
+            .rows
+            .iter()
+            .any(|row| row.is_empty() || leads != row.front.is_some())
+            || self.sizes() > self.size
+        {
+            return;
+        }
+        let mut loads = Vec::with_capacity(given.totals.len());
+        for rows in self.rows.chunks(self.rows_per_batch) {
+            let labels = rows.iter().map(|row| self.least_labels(row)).sum();
+            let places = rows.iter().flat_map(Row::places);
+            let lengths: Vec<u32> = places.map(|place| given.lengths[place as usize]).collect();
+            loads.push(Load::of(labels, &lengths, frame.layout, frame.config));
+        }
+        let units: Vec<Unit> = loads.iter().map(|load| load.unit).collect();
+        if Unit::sum(units.iter().copied()).labels != given.totals.iter().sum::<i64>() {
+            return; // another number of first labels is lost
+        }
+        let unevenness = Unevenness::of([units, frame.rest.to_vec()], frame.step);
+        let by_cost = frame.config.balance_cost == BalanceCost::Attention;
+        if !unevenness.is_within(frame.before, by_cost) {
+            return;
+        }
+        let waits = loads.chunks_exact_mut(frame.step).map(|step| {
+            step.sort_by(|a, b| a.cost.total_cmp(&b.cost));
+            let largest = step
+                .chunks(frame.world)
+                .map(|microstep| microstep[frame.world - 1].cost);
+            largest.sum::<f64>()
+        });
+        let score = Score {
+            waits: waits.sum(),
+            unevenness,
+        };
+        let better = |best: &(Score, Vec<Row>)| score.compare(&best.0, by_cost).is_lt();
+        if self.best.as_ref().is_none_or(better) {
+            self.best = Some((score, self.rows.clone()));
+        }
+    }
+}
