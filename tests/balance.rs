@@ -265,6 +265,32 @@ fn many_ranks_are_even_at_each_microstep() {
 }
 
 #[test]
+fn ranks_do_not_wait_longer_where_a_step_is_one_microstep() {
+    // Steps with the same tokens were those with a large microbatch beside seven small ones.
+    let samples = chats(8_000, 4096, SEED);
+    let report = balanced(
+        &samples,
+        r#""sequence_len": 4096, "world_size": 8, "sample_packing": false, "micro_batch_size": 4"#,
+    )
+    .report;
+    let (before, after) = (report.before, report.after);
+
+    assert!(before.rank_cost_imbalance > Some(2.0), "{before:?}");
+    assert!(
+        after.rank_cost_imbalance <= before.rank_cost_imbalance,
+        "{before:?} {after:?}"
+    );
+    assert!(
+        after.step_label_std < before.step_label_std.map(|std| 0.1 * std),
+        "{before:?} {after:?}"
+    );
+    assert!(
+        after.step_token_std <= before.step_token_std,
+        "{before:?} {after:?}"
+    );
+}
+
+#[test]
 fn the_floor_is_what_single_long_samples_allow() {
     // Two rows of one sample each, 2 and 8 labels: 3 from the mean, whatever is done.
     let plan = balanced(&vec![(10, 2), (10, 8)], r#""sequence_len": 10"#);

@@ -8,15 +8,18 @@ chats with short and long answers and texts that are supervised throughout. Ever
 here from the schedules, by the same lines. Checked: each sample at most once and none lost but in
 rows left over, no row over the capacity, no padding added, rows and mean labels unchanged.
 
-The time is that of a whole plan: for multipack with packing, statistics and digests, for Axolotl
-what its sampler takes to make its batches. Axolotl is the only other one that balances labels. It
-needs its files and numba alone: see benches/python/requirements.txt.
+The time is that of a whole plan: for multipack with packing, statistics and digests (the median of
+five), for Axolotl what its sampler takes to make its batches. What balancing takes of it is shown
+too: the whole less the same plan without balancing. So for multipack that includes a packing that
+mixes lengths. Axolotl is the only other one that balances labels. It needs its files and numba
+alone: see benches/python/requirements.txt.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import statistics
 import time
 from typing import Any
 
@@ -144,7 +147,7 @@ def check(schedule: Schedule, lengths: Integers, capacity: int | None, n: int) -
 
 
 def ours(data: tuple[Integers, Integers], balance: bool, **keys: Any) -> tuple[Any, float]:
-    """Plan, and say how long that took."""
+    """Plan, and say how long that takes."""
     lengths, labels = (torch.from_numpy(array) for array in data)
     config = multipack.Config(
         sequence_len=keys.pop("capacity", SEQUENCE_LEN),
@@ -153,9 +156,12 @@ def ours(data: tuple[Integers, Integers], balance: bool, **keys: Any) -> tuple[A
         balance_labels=balance,
         **keys,
     )
-    start = time.perf_counter()
-    plan = multipack.plan(lengths, labels, config)
-    return plan, time.perf_counter() - start
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        plan = multipack.plan(lengths, labels, config)
+        seconds.append(time.perf_counter() - start)
+    return plan, statistics.median(seconds)
 
 
 def axolotl_packed(
@@ -210,13 +216,15 @@ def axolotl_fixed(
     return [[order[at : at + SAMPLES]] for at in range(0, whole, SAMPLES)], seconds
 
 
-def show(name: str, found: dict[str, float], seconds: float, floor: float | None) -> None:
+def show(
+    name: str, found: dict[str, float], seconds: float, plain: float, floor: float | None
+) -> None:
     """Print a line: shares of the mean, which is that of a step for steps."""
     mean = found["mean"]
     least = "" if floor is None else f"{floor / mean:10.2%}"
     print(
         f"{name:48}{found['rows']:>9,.0f}{found['labels'] / mean:10.3%}{least:>10}"
-        f"{found['step labels'] / mean / STEP:11.4%}{found['attention']:10.4f}{seconds:9.2f} s"
+        f"{found['step labels'] / mean / STEP:11.4%}{found['attention']:10.4f}{seconds:9.3f} s{seconds - plain:10.3f} s"
     )
 
 
@@ -236,7 +244,7 @@ def packed(n: int, peer: bool, results: Results) -> None:
     lengths, labels = data
     print(f"\npacked, {n:,} samples: labels of a microbatch and of a step, std/mean")
     columns = f"{'rows':>9}{'microbatch':>10}{'floor':>10}{'step':>11}{'sum len^2':>10}"
-    print(f"{'':48}{columns}{'time':>11}")
+    print(f"{'':48}{columns}{'time':>11}{'balancing':>12}")
     for layout, capacity, rows in (
         ("one row of 4096", 4096, 1),
         ("one row of 16384", 16384, 1),
@@ -246,8 +254,10 @@ def packed(n: int, peer: bool, results: Results) -> None:
         keys: dict[str, Any] = {"micro_batch_size": max(capacity // SEQUENCE_LEN, rows)}
         if rows > 1:
             keys["multipack_real_batches"] = True
+        plain = 0.0
         for balance, cost in ((False, "auto"), (True, "auto"), (True, "attention")):
             plan, seconds = ours(data, balance, balance_cost=cost, **keys)
+            plain = plain if balance else seconds
             schedule = Schedule.of_plan(plan)
             check(schedule, lengths, capacity, n)
             before, after = plan.stats.before, plan.stats.after
@@ -257,15 +267,16 @@ def packed(n: int, peer: bool, results: Results) -> None:
             name += ", attention" if cost == "attention" else ""
             floor = after.label_std_floor if balance else None
             found = figures(schedule, lengths, labels)
-            show(f"{layout}: multipack {name}", found, seconds, floor)
+            show(f"{layout}: multipack {name}", found, seconds, plain, floor)
             results.add(setting, f"multipack {name}", [seconds], shares(found))
         if peer:
             for balance in (False, True):
                 batches, seconds = axolotl_packed(data, balance, capacity, rows)
+                plain = plain if balance else seconds
                 schedule = Schedule.of_lists(batches)
                 name = "balanced" if balance else "not balanced"
                 found = figures(schedule, lengths, labels)
-                show(f"{layout}: axolotl {name}", found, seconds, None)
+                show(f"{layout}: axolotl {name}", found, seconds, plain, None)
                 fault = fault_of(schedule, lengths, capacity, n)
                 results.add(setting, f"axolotl {name}", [seconds], shares(found), fault)
 
@@ -301,7 +312,7 @@ def fixed(n: int, peer: bool, results: Results) -> None:
             found = figures(schedule, lengths, labels, padded=mode == "padded")
             paddings.append(found["padding"])
             values = "".join(f"{found[column]:13,.0f}" for column in columns)
-            print(f"{name:36}{least:>8}{values}{seconds:9.2f} s  {fault or ''}")
+            print(f"{name:36}{least:>8}{values}{seconds:9.3f} s  {fault or ''}")
             shown = {f"{column}, std": f"{found[column]:,.0f}" for column in columns[:4]}
             shown |= {column: f"{found[column]:,.0f}" for column in columns[4:]}
             setting = f"{n:,} samples, {SAMPLES} to a microbatch, {mode}"

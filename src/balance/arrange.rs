@@ -9,6 +9,7 @@
 //! O(n log n).
 
 use super::groups::{Unit, even_groups};
+use super::microsteps;
 use crate::config::{BalanceCost, BatchLayout, Config};
 use crate::order::Stream;
 
@@ -55,7 +56,37 @@ pub(super) fn by_labels(
     order
 }
 
-/// Orders the microbatches of each step for `world` ranks.
+/// As [`by_labels`], for steps of one microstep: who is in a step decides how long ranks wait there,
+/// so they are put together for that too.
+pub(super) fn by_waits(
+    loads: &[Load],
+    world: usize,
+    token_spread: i128,
+    waits: f64,
+    stream: &mut Stream,
+) -> Vec<u32> {
+    let mut order = microsteps::even_labels(loads, world, token_spread, waits, stream);
+    inside_steps(&mut order, loads, world, world, stream);
+    order
+}
+
+/// The largest cost of a microstep over its mean, on average over all whole ones.
+pub(super) fn waits(order: &[u32], loads: &[Load], world: usize) -> f64 {
+    let mut sum = 0.0;
+    for microstep in order.chunks_exact(world) {
+        let costs = microstep.iter().map(|&batch| loads[batch as usize].cost);
+        let (largest, all) = costs.fold((0.0, 0.0), |(largest, all), cost| {
+            (f64::max(largest, cost), all + cost)
+        });
+        if all > 0.0 {
+            sum += largest * world as f64 / all;
+        }
+    }
+    sum / (order.len() / world).max(1) as f64
+}
+
+/// Orders the microbatches of each step for `world` ranks. Ranks do not wait longer than in the order
+/// that was there, and the sizes of their microbatches do not change more, but by a hundredth.
 pub(super) fn inside_steps(
     order: &mut [u32],
     loads: &[Load],
@@ -63,6 +94,7 @@ pub(super) fn inside_steps(
     step: usize,
     stream: &mut Stream,
 ) {
+    let given = order.to_vec();
     let cost = |batch: &u32| loads[*batch as usize].cost;
     let mut falling = stream.below(2) == 1;
     for members in order.chunks_mut(step) {
@@ -75,7 +107,21 @@ pub(super) fn inside_steps(
             members.chunks_mut(world).for_each(<[u32]>::reverse);
         }
     }
+    // Chance may have done better where there are few microbatches.
+    if waits(order, loads, world) > waits(&given, loads, world)
+        || jumps(order, loads, world) > jumps(&given, loads, world)
+    {
+        order.copy_from_slice(&given);
+    }
     even_ranks(order, loads, world);
+}
+
+/// The change of cost from a rank's microbatch to its next, summed up.
+fn jumps(order: &[u32], loads: &[Load], world: usize) -> f64 {
+    let cost = |batch: u32| loads[batch as usize].cost;
+    let nexts = order.iter().skip(world);
+    let jump = |(&one, &next): (&u32, &u32)| (cost(one) - cost(next)).abs();
+    order.iter().zip(nexts).map(jump).sum()
 }
 
 /// Deals the microbatches of each microstep that cost the same to the ranks, those with the most
@@ -123,4 +169,47 @@ pub(super) fn by_cost(loads: &[Load], world: usize, step: usize, stream: &mut St
         .collect();
     even_ranks(&mut order, loads, world);
     order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::order::Purpose;
+
+    #[test]
+    fn neither_waits_nor_jumps_are_longer_than_in_the_given_order() {
+        let mut stream = Stream::new(20261130, 0, Purpose::Balance);
+        let mut shorter = 0;
+        for case in 0..500 {
+            let (world, accumulation) = (1 + case % 4, 1 + case / 4 % 5);
+            let steps = 1 + stream.below(6) as usize;
+            let loads: Vec<Load> = (0..world * accumulation * steps)
+                .map(|_| Load {
+                    unit: Unit::default(),
+                    cost: f64::from(1 + stream.below(1 << 20)).powi(2),
+                })
+                .collect();
+            let given: Vec<u32> = (0..loads.len() as u32).collect();
+            let mut order = given.clone();
+            inside_steps(&mut order, &loads, world, world * accumulation, &mut stream);
+
+            let counts = |order: &[u32]| (waits(order, &loads, world), jumps(order, &loads, world));
+            let (before, after) = (counts(&given), counts(&order));
+            assert!(after.0 <= before.0, "case {case}: {before:?} {after:?}");
+            assert!(
+                after.1 <= 1.01 * before.1,
+                "case {case}: {before:?} {after:?}"
+            );
+            shorter += usize::from(after.1 < before.1);
+            for (one, other) in given
+                .chunks(world * accumulation)
+                .zip(order.chunks(world * accumulation))
+            {
+                let mut other = other.to_vec();
+                other.sort_unstable();
+                assert_eq!(one, other, "case {case}: a step's microbatches stay in it");
+            }
+        }
+        assert!(shorter > 250, "{shorter}");
+    }
 }

@@ -41,7 +41,7 @@ impl Unit {
         })
     }
 
-    fn minus(self, other: Unit) -> Unit {
+    pub fn minus(self, other: Unit) -> Unit {
         Unit {
             labels: self.labels - other.labels,
             tokens: self.tokens - other.tokens,

@@ -10,7 +10,8 @@
 //! 2. [`level`]: samples of equal length change places, so that the microbatches' labels even out.
 //! 3. Packed layouts: [`exchange`] lets sets of samples with equal sums of tokens change rows.
 //! 4. [`groups`]: microbatches are put into optimizer steps that are even in labels and tokens.
-//! 5. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost.
+//! 5. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost. Where a
+//!    step is one microstep, [`microsteps`] puts it together so that ranks wait no longer.
 //! 6. [`steps`]: what one microbatch leaves over in its step is spread over many.
 //!
 //! Of a handful of samples, [`few`] finds the best schedule instead, by trying all.
@@ -27,6 +28,7 @@ mod few;
 mod floor;
 mod groups;
 mod level;
+mod microsteps;
 mod padded;
 mod steps;
 
@@ -54,6 +56,10 @@ const MOST_ROUNDS: usize = 2;
 const LEAPS_BATCHES: usize = 1 << 10;
 const MOST_LEAPS: usize = 64;
 
+/// What the variance of a step's labels falls by at least where ranks are not to wait longer: labels
+/// go before waits.
+const EVEN: i128 = 100;
+
 /// Balances a training schedule.
 pub(crate) fn balance(
     schedule: &mut Schedule,
@@ -70,7 +76,11 @@ pub(crate) fn balance(
     let complete = given.totals.len() / step * step;
     let rest = rest_of(schedule, given.items.len(), round, samples, layout);
     let units = |loads: &[Load]| loads.iter().map(|load| load.unit).collect::<Vec<Unit>>();
-    let before = Unevenness::of([units(&loads(&given, layout, config)), rest.clone()], step);
+    let given_loads = loads(&given, layout, config);
+    let before = Unevenness::of([units(&given_loads), rest.clone()], step);
+    // Ranks whose costs are the same to a hundredth do not wait.
+    let as_given: Vec<u32> = (0..complete as u32).collect();
+    let most_waits = arrange::waits(&as_given, &given_loads, round.world_size).max(1.01);
 
     let shape = Shape {
         bounds,
@@ -124,20 +134,34 @@ pub(crate) fn balance(
         if bold && layout.is_packed() {
             exchange_sets(&mut work, shape, stream, threads);
         }
-        let weights = loads(&work, layout, config);
-        let arrange = if by_cost {
-            arrange::by_cost
-        } else {
-            arrange::by_labels
+        let world = round.world_size;
+        let weights = &loads(&work, layout, config)[..complete];
+        let mut orders = Vec::new();
+        let arranged = match by_cost {
+            true => arrange::by_cost(weights, world, step, stream),
+            false => arrange::by_labels(weights, world, step, stream),
         };
-        let order = arrange(&weights[..complete], round.world_size, step, stream);
-        steps::even_steps(&mut work, &order, step);
-        let loads = loads(&work, layout, config);
-        let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
-        let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
-        if work.lost() == given.lost() && after.is_within(&before, by_cost) {
-            put(&work, &order);
-            return;
+        if world == step && arrange::waits(&arranged, weights, world) > most_waits {
+            let (most_tokens, mut stream) = (before.step_tokens, stream.clone());
+            let order = arrange::by_waits(weights, world, most_tokens, most_waits, &mut stream);
+            if arrange::waits(&order, weights, world) <= most_waits {
+                orders.push((order, before.step_labels / EVEN));
+            }
+        }
+        orders.push((arranged, before.step_labels));
+        for (order, most_step_labels) in orders {
+            let mut work = work.clone();
+            steps::even_steps(&mut work, &order, step);
+            let loads = loads(&work, layout, config);
+            let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
+            let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
+            if work.lost() == given.lost()
+                && after.is_within(&before, by_cost)
+                && after.step_labels <= most_step_labels
+            {
+                put(&work, &order);
+                return;
+            }
         }
     }
 }
