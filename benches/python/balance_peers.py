@@ -224,7 +224,8 @@ def show(
     least = "" if floor is None else f"{floor / mean:10.2%}"
     print(
         f"{name:48}{found['rows']:>9,.0f}{found['labels'] / mean:10.3%}{least:>10}"
-        f"{found['step labels'] / mean / STEP:11.4%}{found['attention']:10.4f}{seconds:9.3f} s{seconds - plain:10.3f} s"
+        f"{found['step labels'] / mean / STEP:11.4%}{found['attention']:10.4f}"
+        f"{seconds:9.3f} s{seconds - plain:10.3f} s"
     )
 
 

@@ -99,7 +99,7 @@ def test_balancing_may_not_be_switched_between_save_and_load() -> None:
 
 
 def test_counts_are_of_the_labels_that_enter_the_loss() -> None:
-    """One row of 3 and 2 labelled tokens: the first of each sample is predicted by nothing."""
+    """Case C22: of 3 and 2 labelled tokens in a row, the first of each is predicted by nothing."""
     labels, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 3, 5])
     for masked, mean in ((True, 3.0), (False, 4.0)):
         config = Config(sequence_len=5, mask_first_label=masked, balance_labels=True)
@@ -107,6 +107,28 @@ def test_counts_are_of_the_labels_that_enter_the_loss() -> None:
         made = plan(offsets.diff(), counts, config, label_starts=starts)
 
         assert made.stats.after.mean_labels == mean
+
+
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 2), (2, 1)])
+def test_every_rank_can_tell_the_labels_of_a_step(world_size: int, accumulation: int) -> None:
+    """Cases C26 and C27: microbatches of 3 and 30 labels are a step of 33, to whoever asks."""
+    counts = torch.tensor([3, 30])
+    config = Config(
+        sequence_len=32,
+        world_size=world_size,
+        gradient_accumulation_steps=accumulation,
+        balance_labels=True,
+    )
+    for rank in range(world_size):
+        made = MultipackBatchSampler([32, 32], counts, config, rank=rank).plan
+        starts = made.row_offsets[made.batch_offsets.long()].tolist()
+        labels = [
+            int(counts[made.index[start:end].long()].sum())
+            for start, end in itertools.pairwise(starts)
+        ]
+
+        assert sorted(labels) == [3, 30]
+        assert made.stats.after.step_label_std == 0.0
 
 
 def test_shifted_labels_count_as_they_are() -> None:
