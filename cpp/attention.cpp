@@ -424,14 +424,14 @@ Tensor attention_autocast(
 } // namespace
 
 TORCH_LIBRARY_IMPL(multipack, CPU, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("_attention_forward", &forward_kernel<cpu_forward>);
     m.impl("_attention_backward", &backward_kernel<cpu_backward>);
   }
 }
 
 TORCH_LIBRARY_IMPL(multipack, CUDA, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("_attention_forward", &forward_kernel<cuda_forward>);
     m.impl("_attention_backward", &backward_kernel<cuda_backward>);
   }
@@ -439,7 +439,7 @@ TORCH_LIBRARY_IMPL(multipack, CUDA, m) {
 
 // For every backend that has none of its own.
 TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("attention", &attention_alone);
     m.impl("_attention_forward", &forward_kernel<portable_forward>);
     m.impl("_attention_backward", &backward_kernel<portable_backward>);
@@ -447,20 +447,20 @@ TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(multipack, Autograd, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("attention", &attention_autograd);
     m.impl("_attention_backward", &backward_autograd);
   }
 }
 
 TORCH_LIBRARY_IMPL(multipack, AutocastCPU, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("attention", &attention_autocast<at::kCPU>);
   }
 }
 
 TORCH_LIBRARY_IMPL(multipack, AutocastCUDA, m) {
-  if (is_first_copy()) {
+  if (owns_ops()) {
     m.impl("attention", &attention_autocast<at::kCUDA>);
   }
 }

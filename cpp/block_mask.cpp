@@ -108,7 +108,7 @@ at::Tensor block_mask(
 
 // Under this key a kernel serves every backend that has none of its own; the CPU has.
 TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
-  if (!is_first_copy()) {
+  if (!owns_ops()) {
     return;
   }
   m.impl("block_mask", &block_mask);

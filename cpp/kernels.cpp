@@ -304,7 +304,7 @@ void refuse(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(multipack, CPU, m) {
-  if (!is_first_copy()) {
+  if (!owns_ops()) {
     return;
   }
   m.impl("plan", &plan);
@@ -318,7 +318,7 @@ TORCH_LIBRARY_IMPL(multipack, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(multipack, CompositeExplicitAutograd, m) {
-  if (!is_first_copy()) {
+  if (!owns_ops()) {
     return;
   }
   // No tensor argument, hence no device.

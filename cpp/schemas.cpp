@@ -9,15 +9,43 @@
 #include "multipack/cpp/library.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/version.h>
 
+#include <cstdint>
+#include <iostream>
 #include <string>
 
 namespace multipack {
 
+namespace {
+
+// Two bytes of torch's version number, 0x020d for 2.13.
+uint64_t minor_version(uint64_t version) {
+  return version >> 48;
+}
+
 bool is_first_copy() {
-  static const bool first =
-      !c10::Dispatcher::singleton().findSchema({"multipack::collate", ""}).has_value();
-  return first;
+  return !c10::Dispatcher::singleton().findSchema({"multipack::collate", ""}).has_value();
+}
+
+bool is_same_torch() {
+  const uint64_t loaded = minor_version(aoti_torch_abi_version());
+  const uint64_t compiled = minor_version(TORCH_ABI_VERSION);
+  if (loaded != compiled) {
+    std::cerr << "multipack: the library was built for torch " << (compiled >> 8) << '.'
+              << (compiled & 0xff) << ", but this is torch " << (loaded >> 8) << '.'
+              << (loaded & 0xff) << ": it has no ops here; build it again for this torch"
+              << std::endl;
+  }
+  return loaded == compiled;
+}
+
+} // namespace
+
+bool owns_ops() {
+  static const bool owns = is_first_copy() && is_same_torch();
+  return owns;
 }
 
 namespace {
@@ -36,7 +64,7 @@ const char* const collate_options =
 // A fragment, because a second copy of the library may not claim the namespace again: see
 // library.h.
 TORCH_LIBRARY_FRAGMENT(multipack, m) {
-  if (!is_first_copy()) {
+  if (!owns_ops()) {
     return;
   }
   // Torch names this module when a compiled program meets an op whose shape function was never

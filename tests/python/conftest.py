@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -31,3 +32,14 @@ def samples() -> Samples:
 def seeded(request: pytest.FixtureRequest) -> np.random.Generator:
     """Give a generator for random inputs; the test's name has its seed."""
     return np.random.default_rng(request.param)
+
+
+@pytest.fixture(scope="session")
+def another_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Give variables under which torch's C++ side says that it is version 2.99."""
+    folder = tmp_path_factory.mktemp("another_torch")
+    (folder / "version.c").write_text(
+        "unsigned long long aoti_torch_abi_version(void) { return 2ULL << 56 | 99ULL << 48; }"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "lib.so", "version.c"], cwd=folder, check=True)
+    return {"LD_PRELOAD": str(folder / "lib.so")}

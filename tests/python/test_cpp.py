@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def attempt(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+def attempt(folder: Path, *command: object, **variables: str) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    env = ENVIRONMENT | variables
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
 
 
 def run(folder: Path, *command: object) -> str:
@@ -46,7 +47,7 @@ def build(folder: Path, source: str) -> Path:
     return folder
 
 
-def test_a_program_that_finds_links_and_calls_the_library(tmp_path):
+def test_a_program_that_finds_links_and_calls_the_library(tmp_path, another_torch):
     torch.jit.script(Planner()).save(tmp_path / "planner.pt")
 
     built = build(tmp_path, "tests/cpp") / "consumer"
@@ -56,20 +57,42 @@ def test_a_program_that_finds_links_and_calls_the_library(tmp_path):
     assert said == "all checks hold\n"
     assert "libmultipack.so" in dynamic, "dropped by the linker"
 
+    # Started with another torch than the library was built for.
+    refused = attempt(tmp_path, built, "planner.pt", **another_torch)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    assert refused.returncode != 0
+    assert refused.stderr.splitlines()[0] == (
+        f"multipack: the library was built for torch {minor}, but this is torch 2.99: it has no "
+        "ops here; build it again for this torch"
+    )
+    assert (
+        "there is no multipack::collate: the multipack library was built for another torch, as it "
+        "said when it was loaded"
+    ) in refused.stderr
+
+
+def test_cmake_finds_the_package_under_an_install_prefix(tmp_path):
+    for part in ("include", "lib", "share"):
+        shutil.copytree(Path(multipack.__file__).parent / part, tmp_path / "prefix" / part)
+
+    said = run(tmp_path, *configure(tmp_path / "build", "tests/cpp", f"{tmp_path}/prefix"), "-LA")
+
+    assert f"multipack_DIR:PATH={tmp_path}/prefix/share/cmake/multipack\n" in said
+
 
 def test_cmake_names_both_torch_versions_where_they_differ(tmp_path):
     package = tmp_path / "multipack"
     cmake = package / "share" / "cmake"
     shutil.copytree(multipack.cmake_prefix_path, cmake)
     (package / "lib").mkdir()
-    (package / "lib" / "libmultipack.json").write_text(json.dumps({"torch": "2.12.1"}))
+    (package / "lib" / "libmultipack.json").write_text(json.dumps({"torch": "2.11.1"}))
 
     done = attempt(tmp_path, *configure(tmp_path / "build", "tests/cpp", str(cmake)))
 
     found = torch.__version__.split("+")[0]
     assert done.returncode != 0
     assert (
-        f"multipack was built for torch 2.12.1, but CMake found torch {found}: name torch 2.12 in "
+        f"multipack was built for torch 2.11.1, but CMake found torch {found}: name torch 2.11 in "
         "CMAKE_PREFIX_PATH, or build multipack for this one"
     ) in re.sub(r"\s+", " ", done.stderr)
 

@@ -103,14 +103,14 @@ def test_library_path_is_the_file_that_is_loaded():
 def test_another_torch_is_refused_with_both_versions(tmp_path):
     library = tmp_path / "libmultipack.so"
     shutil.copy(multipack.library_path, library)
-    library.with_suffix(".json").write_text(json.dumps({"torch": "2.12.1+cpu"}))
+    library.with_suffix(".json").write_text(json.dumps({"torch": "2.11.1+cpu"}))
 
     said = import_error(MULTIPACK_LIBRARY=str(library))
 
     assert said == (
-        f"multipack's library {library} was built for torch 2.12.1+cpu, but this is torch "
-        f"{torch.__version__}: install torch 2.12, or build multipack again for this torch with "
-        "'pip install --no-build-isolation --force-reinstall --no-deps multipack'"
+        f"multipack's library {library} was built for torch 2.11.1+cpu, but this is torch "
+        f"{torch.__version__}: install torch 2.11, or build multipack again for this torch with "
+        "'pip install --no-build-isolation .' in the folder of its sources"
     )
 
 
@@ -132,8 +132,20 @@ def test_a_library_that_does_not_load_says_why(tmp_path):
 
     assert said == (
         f"multipack's library {library} does not load: {library}: file too short; build it again "
-        f"for torch {torch.__version__} with "
-        "'pip install --no-build-isolation --force-reinstall --no-deps multipack'"
+        f"for torch {torch.__version__} with 'pip install --no-build-isolation .' in the folder of "
+        "its sources"
+    )
+
+
+def test_a_library_without_a_record_finds_out_itself(tmp_path, another_torch):
+    library = tmp_path / "libmultipack.so"
+    shutil.copy(multipack.library_path, library)
+
+    said = import_error(MULTIPACK_LIBRARY=str(library), **another_torch)
+
+    assert said == (
+        f"multipack's library {library} was not built for torch {torch.__version__}: build it "
+        "again with 'pip install --no-build-isolation .' in the folder of its sources"
     )
 
 

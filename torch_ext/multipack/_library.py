@@ -4,8 +4,7 @@ Importing this module registers the ops with torch. The library is ``lib/libmult
 this file, or the file that the environment variable ``MULTIPACK_LIBRARY`` names, for example a
 debug build. It works with one minor version of torch only, because it is compiled against torch's
 C++ classes; ``lib/libmultipack.json``, written when it was built, says which one. The versions are
-compared first: a library for another torch may fail with an undefined symbol, or, worse, load and
-misbehave.
+compared first: a library for another torch may fail with an undefined symbol.
 
 Loading the same file twice does nothing, and a second copy under another path finds the ops taken
 and leaves them alone.
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps multipack"
+_REBUILD = "'pip install --no-build-isolation .' in the folder of its sources"
 
 
 def load(path: Path) -> None:
@@ -45,15 +44,21 @@ def load(path: Path) -> None:
             raise ImportError(
                 f"multipack's library {path} was built for torch {built_for}, but this is torch "
                 f"{torch.__version__}: install torch {_minor(built_for)}, or build multipack again "
-                f"for this torch with '{_REBUILD}'"
+                f"for this torch with {_REBUILD}"
             )
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
             f"multipack's library {path} does not load: {error.__cause__ or error}; build it again "
-            f"for torch {torch.__version__} with '{_REBUILD}'"
+            f"for torch {torch.__version__} with {_REBUILD}"
         ) from error
+    # A library without a record finds out by itself, and registers nothing then: cpp/library.h.
+    if not hasattr(torch.ops.multipack, "resolve_config"):
+        raise ImportError(
+            f"multipack's library {path} was not built for torch {torch.__version__}: build it "
+            f"again with {_REBUILD}"
+        )
 
 
 def _minor(version: str) -> str:

@@ -108,7 +108,13 @@ inline void check_version() {
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
   check_version();
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  TORCH_CHECK(
+      op.has_value(),
+      "there is no ",
+      name,
+      ": the multipack library was built for another torch, as it said when it was loaded");
+  return op->typed<Signature>();
 }
 
 // A struct from the tuple of its members, by their order: the structs above list the results as the
