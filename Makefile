@@ -1,21 +1,29 @@
 # Everything from a clean clone: `make demo` shows the package at work, `make test` proves it, `make
-# lint` reads it.
+# lint` reads it, `make wheel` leaves a wheel in dist, and `make test-wheel` tests that.
 #
 # All of it happens in .venv, with the versions that requirements.txt pins, and in Cargo's target
 # folder. Needed beforehand: Rust (1.88 or newer), Python (3.10 or newer), a C++ compiler. The first
 # run fetches torch and compiles its Rust bindings, some minutes; later runs redo only what changed.
 #
+# With another torch, as in `make test TORCH=2.14`, all of it happens in .venv-torch2.14, and what
+# is tested is the wheel installed there, while .venv has the source folder itself.
+#
 # Builds with torch use the release profile throughout, so that wheel, tests and lints share one
 # compiled torch-sys.
 
 PYTHON := $(shell command -v python3.11 || command -v python3)
-BIN := $(CURDIR)/.venv/bin
-TORCH := --release --features torch
+VENV := $(if $(TORCH),.venv-torch$(TORCH),.venv)
+BIN := $(CURDIR)/$(VENV)/bin
 
-# torch-sys asks the first `python` for libtorch: see build.rs.
-export VIRTUAL_ENV := $(CURDIR)/.venv
+# Cargo where it needs torch.
+CARGO := python libtorch.py cargo
+FEATURES := --release --features torch
+
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(BIN):$(PATH)
-export LIBTORCH_USE_PYTORCH := 1
+ifdef TORCH
+export CARGO_TARGET_DIR := $(CURDIR)/$(VENV)/target
+endif
 
 # Threads that wait by spinning slow one another down wherever two programs share the cores.
 export OMP_WAIT_POLICY := passive
@@ -23,21 +31,31 @@ export OMP_WAIT_POLICY := passive
 TESTED_WITH_OLDEST := accelerate arrow examples hf_attention hf_trainer lightning resume_hf \
 	torchdata torchrun trl versions workers
 
-SOURCES := Cargo.toml Cargo.lock build.rs setup.py pyproject.toml \
+SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 	$(shell find src cpp -type f)
+PACKAGE := $(shell find torch_ext -name '*.py' -o -name '*.html')
 
-.PHONY: demo build test test-resume test-min test-page lint bench bench-peers docs tools
+.PHONY: demo build test test-core test-rust test-python test-resume test-min test-page \
+	test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench bench-peers \
+	docs wheel tools
 .DELETE_ON_ERROR:
 
 demo: build
 	multipack demo
 
-build: .venv/multipack.stamp
+build: $(VENV)/multipack.stamp
 
-test: build
+test: test-core test-rust test-python
+
+# No torch, and so nothing in .venv.
+test-core: | tools
 	cargo test
-	cargo test $(TORCH)
 	cargo bench -- --test
+
+test-rust: $(VENV)/requirements.stamp
+	$(CARGO) test $(FEATURES)
+
+test-python: build
 	python -m pytest
 
 # Every combination of settings, of which `test` runs pairs: some minutes.
@@ -52,13 +70,19 @@ test-min: build .venv-min/requirements.stamp
 test-page: build
 	python -m pytest tests/browser
 
-lint: .venv/requirements.stamp
+lint: lint-core lint-torch lint-tools
+
+lint-core: | tools
 	cargo fmt --check
-	clang-format --dry-run --Werror $(shell git ls-files '*.cpp' '*.h')
 	cargo clippy --all-targets -- -D warnings
-	cargo clippy --all-targets $(TORCH) -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps $(TORCH)
+
+lint-torch: $(VENV)/requirements.stamp
+	$(CARGO) clippy --all-targets $(FEATURES) -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps $(FEATURES)
+
+lint-tools: $(VENV)/requirements.stamp
+	clang-format --dry-run --Werror $(shell git ls-files '*.cpp' '*.h')
 	ruff check
 	ruff format --check
 	mypy
@@ -75,22 +99,56 @@ bench: build
 	cargo bench --bench scaling
 
 # All comparisons with others in one run, as docs/peers.md: a quarter of an hour on idle cores.
-bench-peers: build .venv/peers.stamp
-	PYTHONPATH=$(CURDIR)/.venv/peers python benches/python/peers.py
+bench-peers: build $(VENV)/peers.stamp
+	PYTHONPATH=$(CURDIR)/$(VENV)/peers python benches/python/peers.py
 
 # The reference, from the docstrings: build/docs, and target/doc for Rust.
-docs: build .venv/docs.stamp
+docs: build $(VENV)/docs.stamp
 	# pdoc does not find what the fields of named tuples refer to.
 	python -W error::UserWarning -W "ignore:Error parsing type annotation ForwardRef" \
 		-m pdoc --docformat google --output-directory build/docs \
 		multipack multipack.ops multipack.integrations $(addprefix multipack.integrations., \
 		accelerate axolotl hf lightning torchdata trl)
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps $(TORCH)
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps $(FEATURES)
 
-.venv/multipack.stamp: .venv/requirements.stamp $(SOURCES)
+# What is about the sources: benches, pages, the wheel that is built of them.
+SOURCE_TESTS := $(patsubst %,tests/python/test_%.py,benches docs packaging versions)
+
+test-sources: build
+	python -m pytest $(SOURCE_TESTS)
+
+wheel: $(VENV)/requirements.stamp
+	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+# All others in an environment that has the wheel, from a folder without the sources.
+ifdef TORCH
+INSTALLED := $(VENV)/tests
+
+test-wheel: build
+	rm -rf $(INSTALLED)
+	mkdir $(INSTALLED)
+	cp -r pyproject.toml tests examples $(INSTALLED)
+	cd $(INSTALLED) && rm $(SOURCE_TESTS)
+	cd $(INSTALLED) && python -m pytest $(TESTS)
+
+# And under other Pythons, which PYTHONS names.
+test-pythons: build
+	tests/pythons.sh dist/*+torch$(TORCH)-*.whl $(PYTHONS)
+
+$(VENV)/multipack.stamp: $(VENV)/requirements.stamp $(SOURCES) $(PACKAGE)
+	rm -f dist/*+torch$(TORCH)-*.whl
+	$(MAKE) wheel
+	python -m pip install --quiet --no-deps --force-reinstall dist/*+torch$(TORCH)-*.whl
+	touch $@
+else
+test-wheel test-pythons:
+	$(MAKE) $@ TORCH=2.13
+
+$(VENV)/multipack.stamp: $(VENV)/requirements.stamp $(SOURCES)
 	@echo "Compiling the library (the first time takes some minutes)"
 	python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
+endif
 
 # It sees the packages of .venv behind its own, and this package where it lies.
 .venv-min/requirements.stamp: requirements-min.txt .venv/requirements.stamp
@@ -100,19 +158,22 @@ docs: build .venv/docs.stamp
 	.venv-min/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
-.venv/requirements.stamp: requirements.txt | tools
-	@echo "Installing torch and the rest of requirements.txt into .venv (some gigabytes)"
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	python -m pip install --quiet --requirement requirements.txt
+# The pinned torch, unless TORCH asks for another.
+$(VENV)/requirements.stamp: requirements.txt | tools
+	@echo "Installing torch and the rest of requirements.txt into $(VENV) (some gigabytes)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed '/^torch==$(TORCH)/!s/^torch==.*/torch==$(TORCH).*/' requirements.txt \
+		> $(VENV)/requirements.txt
+	python -m pip install --quiet --requirement $(VENV)/requirements.txt
 	touch $@
 
-.venv/docs.stamp: docs/requirements.txt .venv/requirements.stamp
+$(VENV)/docs.stamp: docs/requirements.txt $(VENV)/requirements.stamp
 	python -m pip install --quiet --requirement docs/requirements.txt
 	touch $@
 
-.venv/peers.stamp: benches/python/requirements.txt .venv/requirements.stamp
-	rm -rf .venv/peers
-	python -m pip install --quiet --no-deps --ignore-requires-python --target .venv/peers \
+$(VENV)/peers.stamp: benches/python/requirements.txt $(VENV)/requirements.stamp
+	rm -rf $(VENV)/peers
+	python -m pip install --quiet --no-deps --ignore-requires-python --target $(VENV)/peers \
 		--requirement benches/python/requirements.txt
 	touch $@
 

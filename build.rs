@@ -5,8 +5,8 @@
 //! asking it for the folder is simpler than looking a second time and cannot give a second answer.
 //! The rule, for reference: with `LIBTORCH_USE_PYTORCH` set it asks `python` if `VIRTUAL_ENV` is
 //! set and `python3` otherwise, else it follows `LIBTORCH`, `LIBTORCH_INCLUDE` and `LIBTORCH_LIB`,
-//! else it looks in `/usr`. `make` and `setup.py` choose the first way and check torch before Cargo
-//! runs.
+//! else it looks in `/usr`. `make` and `setup.py` set `LIBTORCH`, after libtorch.py has looked which
+//! torch it is.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -19,7 +19,9 @@ fn main() {
 
 #[cfg(feature = "torch")]
 mod torch {
+    use std::collections::BTreeSet;
     use std::env;
+    use std::fs;
     use std::path::{Path, PathBuf};
 
     const SOURCES: [&str; 7] = [
@@ -62,7 +64,8 @@ mod torch {
             // The loops that attention_cpu.cpp marks for vector instructions; no OpenMP library.
             .flag_if_supported("-fopenmp-simd")
             // The dispatcher finds the ops through static initialisers that nothing refers to.
-            .link_lib_modifier("+whole-archive");
+            .link_lib_modifier("+whole-archive")
+            .file(hidden_symbols()?);
         println!("cargo:rerun-if-env-changed=LIBTORCH_CXX11_ABI");
         if let Ok(abi) = env::var("LIBTORCH_CXX11_ABI") {
             build.define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
@@ -78,7 +81,32 @@ mod torch {
         // uninstalled copies; setup.py cuts it from the wheel's copy.
         println!("cargo:rustc-link-arg-cdylib=-Wl,-rpath,$ORIGIN/../../torch/lib");
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
+        // Cargo exports what any crate exports under a C name. A program may load several libraries
+        // that were made with cxx, and must not take the functions of one for those of another.
+        println!("cargo:rustc-link-arg-cdylib=-Wl,--exclude-libs,ALL");
         Ok(())
+    }
+
+    /// An assembly file that hides the functions of the bridge, which are for our C++ side alone.
+    ///
+    /// They are in no archive, where `--exclude-libs` would hide them; but a symbol is exported only
+    /// if no object file calls it hidden.
+    fn hidden_symbols() -> Result<PathBuf, String> {
+        let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo sets OUT_DIR")?);
+        let bridge = out.join("cxxbridge/sources/multipack/src/torch/bridge.rs.cc");
+        let code = fs::read_to_string(&bridge)
+            .map_err(|error| format!("cxx wrote no {}: {error}", bridge.display()))?;
+        let symbols: BTreeSet<&str> = code
+            .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '$'))
+            .filter(|word| word.starts_with("multipack$ffi$"))
+            .collect();
+        let list: String = symbols
+            .iter()
+            .map(|name| format!(".hidden {name}\n"))
+            .collect();
+        let file = out.join("hidden.s");
+        fs::write(&file, list).map_err(|error| format!("{}: {error}", file.display()))?;
+        Ok(file)
     }
 
     /// The folder of libtorch's headers that belongs to the library folder `lib`.
@@ -101,8 +129,8 @@ mod torch {
             Ok(include)
         } else {
             Err(format!(
-                "no libtorch headers in {}: install torch 2.13.0 with pip and set \
-                 LIBTORCH_USE_PYTORCH=1, or set LIBTORCH to an unpacked libtorch 2.13.0",
+                "no libtorch headers in {}: install torch with pip and run 'python libtorch.py \
+                 cargo …', or set LIBTORCH to an unpacked libtorch",
                 include.display()
             ))
         }
