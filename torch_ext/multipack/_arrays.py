@@ -73,8 +73,8 @@ def int64_tensor(name: str, values: Integers, *, copy: bool = True) -> torch.Ten
     if array.dtype == np.uint64 and array.size > 0 and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} holds {array.max()}, more than {np.iinfo(np.int64).max}")
     # Torch warns of memory that must not be written.
-    copy = copy or not array.flags.writeable
-    return torch.from_numpy(np.array(array, dtype=np.int64, order="C", copy=copy or None))
+    make = np.array if copy or not array.flags.writeable else np.asarray
+    return torch.from_numpy(make(array, dtype=np.int64, order="C"))
 
 
 def token_tensor(name: str, values: Integers) -> torch.Tensor:
