@@ -78,8 +78,10 @@ pub(super) fn even_labels(
             break;
         }
     }
-    stream.shuffle(&mut steps);
-    steps.into_iter().flat_map(|step| step.members).collect()
+    let mut places: Vec<u32> = (0..count as u32).collect();
+    stream.shuffle(&mut places);
+    let members = |place: u32| &steps[place as usize].members;
+    places.into_iter().flat_map(members).copied().collect()
 }
 
 /// One over the variance of each quantity; 0 for one that does not vary.
