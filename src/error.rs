@@ -18,7 +18,7 @@ pub enum ErrorKind {
     Type,
     /// An index past the end of what it points into: `IndexError`.
     Index,
-    /// A fault of our own: `RuntimeError`.
+    /// A fault of our own, or too little memory: `RuntimeError`, as torch has it.
     Internal,
 }
 
@@ -60,6 +60,12 @@ pub enum Error {
         found: String,
         /// What is allowed.
         expected: String,
+    },
+    /// A setting that is given more than once.
+    #[error("setting '{key}' is given twice: leave one out")]
+    RepeatedSetting {
+        /// The setting.
+        key: &'static str,
     },
     /// Settings that exclude one another.
     #[error("{message}")]
@@ -443,6 +449,14 @@ pub enum Error {
         message: String,
     },
 
+    // ---- the machine ----
+    /// More memory than there is, or than a limit allows.
+    #[error("not enough memory: {bytes} bytes could not be had; use fewer samples or smaller rows")]
+    OutOfMemory {
+        /// How much was asked for.
+        bytes: usize,
+    },
+
     // ---- our own faults ----
     /// A panic or a broken invariant inside this crate.
     #[error("internal error: {message}; please report it")]
@@ -459,7 +473,9 @@ impl Error {
             Error::SettingType { .. } => ErrorKind::Type,
             Error::OutOfRange { .. } | Error::SampleIndex { .. } => ErrorKind::Index,
             Error::TensorDtype { .. } => ErrorKind::Type,
-            Error::Torch { .. } | Error::Internal { .. } => ErrorKind::Internal,
+            Error::Torch { .. } | Error::OutOfMemory { .. } | Error::Internal { .. } => {
+                ErrorKind::Internal
+            }
             _ => ErrorKind::Value,
         }
     }

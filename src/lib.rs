@@ -34,6 +34,7 @@ pub mod batch;
 pub mod config;
 mod digest;
 pub mod error;
+mod memory;
 mod order;
 pub mod pack;
 pub mod parallel;

@@ -12,6 +12,7 @@ use serde::Serialize;
 use crate::balance;
 use crate::config::{BatchLayout, Config, Incomplete, Split};
 use crate::digest::Digest;
+use crate::memory;
 use crate::order::{Purpose, Stream};
 use crate::pack::{self, Bounds, Items, Rows};
 use crate::parallel;
@@ -23,6 +24,12 @@ use crate::{Error, Result};
 /// The version of the algorithms. The same inputs give the same plan in every release with the same
 /// number.
 pub const PLAN_VERSION: u32 = 1;
+
+/// What planning takes beside its input, at most, for each sample; and what balancing adds.
+///
+/// Of half a million samples the plan was made with 48 bytes for each, and with 80 balanced.
+const BYTES_OF_A_SAMPLE: usize = 64;
+const BYTES_TO_BALANCE: usize = 64;
 
 /// A planned epoch. Samples → rows → microbatches, each as offsets into the level below.
 #[derive(Debug, Clone, PartialEq)]
@@ -150,6 +157,12 @@ pub fn plan(
         label_counts,
         label_starts,
     };
+    let balancing = if config.balance_labels {
+        BYTES_TO_BALANCE
+    } else {
+        0
+    };
+    memory::ensure(lengths.len(), BYTES_OF_A_SAMPLE + balancing)?;
     let samples = Samples::retain(inputs, config, threads)?;
 
     let bounds = bounds(config, split)?;

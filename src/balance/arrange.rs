@@ -127,6 +127,9 @@ fn jumps(order: &[u32], loads: &[Load], world: usize) -> f64 {
 /// Deals the microbatches of each microstep that cost the same to the ranks, those with the most
 /// labels to the ranks that have had the fewest.
 fn even_ranks(order: &mut [u32], loads: &[Load], world: usize) {
+    if order.is_empty() {
+        return; // and there may be more ranks than memory
+    }
     let mut had = vec![0i64; world];
     let mut ranks: Vec<usize> = (0..world).collect();
     for microstep in order.chunks_mut(world) {

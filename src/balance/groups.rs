@@ -103,7 +103,8 @@ fn longest_first(units: &[Unit], size: usize, stream: &mut Stream) -> Vec<Group>
     stream.shuffle(&mut order);
     order.sort_by_key(|&unit| Reverse(units[unit as usize].labels));
     let count = units.len() / size;
-    let mut members: Vec<Vec<u32>> = vec![Vec::with_capacity(size); count];
+    // Made one by one: a step may be larger than memory where there is not one of them.
+    let mut members: Vec<Vec<u32>> = (0..count).map(|_| Vec::with_capacity(size)).collect();
     let mut open: BinaryHeap<Reverse<(i64, u32)>> =
         (0..count as u32).map(|group| Reverse((0, group))).collect();
     for unit in order {

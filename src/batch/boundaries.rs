@@ -5,7 +5,7 @@
 //! the same way. One pass, a comparison per token.
 
 use super::MOST_TOKENS;
-use crate::{Error, Result};
+use crate::{Error, Result, memory};
 
 /// The borders of the segments of `rows` rows of `row_len` positions each, in row order.
 ///
@@ -38,6 +38,8 @@ pub fn boundaries(position_ids: &[i64], rows: usize, row_len: usize) -> Result<V
         rows.checked_mul(row_len),
         "position_ids"
     );
+    // A list that grows is for a moment there twice.
+    memory::ensure(position_ids.len(), 3 * size_of::<i32>())?;
     let mut borders = vec![0];
     if position_ids.is_empty() {
         return Ok(borders);

@@ -5,7 +5,7 @@
 //! One pass over the labels, in parallel over samples when there are many.
 
 use super::{IGNORED_LABEL, PARALLEL_TOKENS, limit, sample, sample_count};
-use crate::{Result, parallel};
+use crate::{Result, memory, parallel};
 
 /// Supervised tokens of each sample, and whether its first label is one.
 ///
@@ -41,6 +41,7 @@ pub fn label_counts<T: Copy + Into<i64> + Sync>(
         sample(offsets, i, labels.len())?;
     }
 
+    memory::ensure(samples, size_of::<i64>() + size_of::<bool>())?;
     let mut counts = vec![0; samples];
     let mut starts = vec![false; samples];
     let size = if threads > 1 && labels.len() >= PARALLEL_TOKENS {

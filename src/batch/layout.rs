@@ -30,6 +30,7 @@
 //! touched, and of the offsets only those of the samples asked for.
 
 use super::{MOST_TOKENS, PaddedTail, at_least, limit, sample, sample_count};
+use crate::memory::reserved;
 use crate::{Error, Result};
 
 /// How rows are laid out. The numbers are signed because they come from outside; [`Layout::new`]
@@ -179,7 +180,9 @@ impl Layout {
             return Err(Error::BatchTooLong { rows, row_len });
         }
 
-        let mut builder = Builder::new(needs.slots.len() + rows, bounds.max_sample_len);
+        let pieces = |row: &Need| (row_len - row.tokens).div_ceil(bounds.longest_tail);
+        let tails: usize = needs.rows.iter().map(pieces).sum();
+        let mut builder = Builder::new(needs.slots.len() + tails, bounds.max_sample_len)?;
         let mut first = 0;
         for Need { tokens, end } in needs.rows {
             let mut tail = row_len - tokens;
@@ -301,8 +304,8 @@ impl Needs {
         row_offsets: &[i64],
         bounds: &Bounds,
     ) -> Result<Needs> {
-        let mut slots = Vec::with_capacity(index.len());
-        let mut rows = Vec::with_capacity(row_offsets.len() - 1);
+        let mut slots = reserved(index.len())?;
+        let mut rows = reserved(row_offsets.len() - 1)?;
         for row in row_offsets.windows(2) {
             let (from, to) = (row[0] as usize, row[1] as usize);
             let (mut used, mut id) = (0, 0);
@@ -388,19 +391,19 @@ struct Builder {
 }
 
 impl Builder {
-    fn new(segments: usize, max_sample_len: usize) -> Builder {
-        let start = || {
-            let mut sums = Vec::with_capacity(segments + 1);
+    fn new(segments: usize, max_sample_len: usize) -> Result<Builder> {
+        let start = || -> Result<Vec<i32>> {
+            let mut sums = reserved(segments + 1)?;
             sums.push(0);
-            sums
+            Ok(sums)
         };
-        Builder {
-            segments: Vec::with_capacity(segments),
-            cu_seqlens: start(),
-            cu_seqlens_padded: start(),
+        Ok(Builder {
+            segments: reserved(segments)?,
+            cu_seqlens: start()?,
+            cu_seqlens_padded: start()?,
             max_seqlen: 0,
             max_sample_len,
-        }
+        })
     }
 
     /// A sample in its slot, with `merged` tokens of the tail behind it.

@@ -16,7 +16,7 @@
 use std::ops::Range;
 
 use super::at_least;
-use crate::{Error, Result, parallel};
+use crate::{Error, Result, memory, parallel};
 
 /// The most bytes of a mask, 8 GiB. Larger ones are a misunderstanding more often than a wish, and
 /// on Linux they would be granted and then end the process.
@@ -24,6 +24,9 @@ const MOST_BYTES: u128 = 8 << 30;
 
 /// Bytes per part of a parallel run. Twice a huge page, so that few are written first by two threads.
 const PART_BYTES: usize = 4 << 20;
+
+/// What a run takes where it is a row of its own: lists, and what the allocator adds to each.
+const BYTES_OF_A_RUN: usize = 256;
 
 /// What a mask is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,6 +128,7 @@ pub fn block_mask<I: Copy + Ord + Sync>(
         Some(window) => at_least(1, "window", window)?,
         None => usize::MAX,
     };
+    memory::ensure(segment_ids.len(), BYTES_OF_A_RUN)?;
     assert_eq!(
         Some(segment_ids.len()),
         rows.checked_mul(row_len),
