@@ -7,6 +7,9 @@
 //! the wrong kind, out of range, misspelt, or at odds with another one is an error that names it;
 //! nothing is clamped.
 
+use std::fmt;
+
+use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -14,6 +17,9 @@ use crate::{Error, Result};
 
 /// The most tokens that a microbatch may hold: `cu_seqlens` is int32.
 pub const MOST_TOKENS: u64 = i32::MAX as u64;
+
+/// The longest JSON that is read: a thousand times what all settings take.
+const MOST_BYTES: usize = 1 << 20;
 
 /// The largest weight of a token beside a squared length. Beyond it costs would lose the lengths.
 const MOST_WEIGHT: f64 = 1e12;
@@ -317,7 +323,7 @@ impl Accepts {
                 value.as_str().is_some_and(|v| names.contains(&v)),
             ),
         };
-        let (found, expected) = (value.to_string(), self.expected());
+        let (found, expected) = (shown(&value.to_string()), self.expected());
         match (kind, range) {
             (true, true) => Ok(()),
             (true, false) => Err(Error::SettingValue {
@@ -332,6 +338,47 @@ impl Accepts {
             }),
         }
     }
+}
+
+/// The entries of a JSON object in their order; a map would keep the last one of each key.
+struct Given(Vec<(String, Value)>);
+
+impl<'de> Deserialize<'de> for Given {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Given;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Given, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Given(entries))
+            }
+        }
+
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// A text as it is printed in an error: whole, unless it is a long one.
+fn shown(text: &str) -> String {
+    const MOST: usize = 100;
+    let count = text.chars().count();
+    if count <= MOST {
+        return text.to_owned();
+    }
+    let start: String = text.chars().take(MOST).collect();
+    format!("{start}… ({count} characters)")
 }
 
 /// An integer of any size. JSON integers beyond 64 bits arrive as floats without a fraction.
@@ -359,21 +406,32 @@ impl Config {
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownSetting`], [`Error::SettingType`], [`Error::SettingValue`],
-    /// [`Error::SettingConflict`] and [`Error::SettingSyntax`], each naming the key.
+    /// [`Error::UnknownSetting`], [`Error::RepeatedSetting`], [`Error::SettingType`],
+    /// [`Error::SettingValue`] and [`Error::SettingConflict`], each naming the key;
+    /// [`Error::SettingSyntax`] for what is no JSON object, or is larger than a mebibyte.
     pub fn from_json(text: &str) -> Result<Config> {
         let syntax = |e: serde_json::Error| Error::SettingSyntax {
             message: e.to_string(),
         };
-        let given: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+        if text.len() > MOST_BYTES {
+            return Err(Error::SettingSyntax {
+                message: format!("{} bytes, more than {MOST_BYTES}", text.len()),
+            });
+        }
+        let Given(given) = serde_json::from_str(text).map_err(syntax)?;
         let mut settings = Config::default().to_map();
+        let mut seen = Vec::with_capacity(RULES.len());
         for (key, value) in given {
             let Some((name, rule)) = RULES.iter().find(|(name, _)| *name == key) else {
                 return Err(Error::UnknownSetting {
                     nearest: nearest_key(&key),
-                    key,
+                    key: shown(&key),
                 });
             };
+            if seen.contains(name) {
+                return Err(Error::RepeatedSetting { key: name });
+            }
+            seen.push(*name);
             if value.is_null() {
                 continue;
             }
@@ -576,6 +634,9 @@ const ALIASES: &[(&str, &str)] = &[
 /// The known key that `key` stands for elsewhere, or the nearest one by edit distance, if at most a
 /// third of it differs.
 fn nearest_key(key: &str) -> Option<&'static str> {
+    if key.len() > 100 {
+        return None;
+    }
     if let Some((_, name)) = ALIASES.iter().find(|(alias, _)| *alias == key) {
         return Some(name);
     }
