@@ -9,6 +9,7 @@ bools are refused.
 from __future__ import annotations
 
 import operator
+import reprlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -17,12 +18,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+_BEYOND = 1 << 63
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+_SHORT.maxlevel = 3
+
 Integers: TypeAlias = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
 Bools: TypeAlias = torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]
 
 
+def shown(value: object) -> str:
+    """Return a value as an error prints it: in full, unless it is long or deeply nested."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return _SHORT.repr(value)
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
-    """Return an integer, of Python or NumPy or torch, as a plain int.
+    """Return an integer of 64 bits, of Python or NumPy or torch, as a plain int.
 
     Args:
         name (str): What the value is called in errors.
@@ -31,16 +45,18 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
     Raises:
         TypeError: If it is not an integer; a bool is none.
-        ValueError: If it is less than `least`.
+        ValueError: If it is less than `least`, or does not fit into 64 bits with a sign.
     """
     try:
         number = operator.index(value)
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}, but must be an integer")
+        raise TypeError(f"{name} is {shown(value)}, but must be an integer")
     if least is not None and number < least:
-        raise ValueError(f"{name} is {number}, but must be {least} or more")
+        raise ValueError(f"{name} is {shown(number)}, but must be {least} or more")
+    if not -_BEYOND <= number < _BEYOND:
+        raise ValueError(f"{name} is {shown(number)}, which does not fit into 64 bits")
     return number
 
 

@@ -71,6 +71,11 @@ def read(dataset: Any, further: Sequence[str] = ()) -> Columns:
     for batch in table.select(names).to_batches():
         if batch.num_rows == 0:
             continue
+        try:
+            # Arrow takes offsets out of a file as they are, and would follow them anywhere.
+            batch.validate(full=True)
+        except pa.ArrowException as error:
+            raise ValueError(f"the data set's table is damaged: {error}") from error
         lists = {name: _Lists(name, batch.column(name)) for name in names}
         faults += [
             dataclasses.replace(fault, samples=fault.samples + samples) for fault in _faults(lists)

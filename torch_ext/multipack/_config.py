@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from multipack import ops
-from multipack._arrays import integer
+from multipack._arrays import integer, shown
 from multipack._yaml import read_yaml
 
 Split = Literal["train", "eval"]
@@ -107,12 +107,12 @@ class Config:
     data_seed: int | None = None
     """The seed of planning; None: `seed`."""
 
-    def __new__(cls, *positional: object, **keys: object) -> Config:
+    def __new__(cls, /, *positional: object, **keys: object) -> Config:
         # The signature that dataclass makes would refuse an unknown key without naming the nearest.
         if positional:
             raise TypeError(
                 f"settings are given by name, as in Config(sequence_len=4096), not by position: "
-                f"{positional[0]!r}"
+                f"{shown(positional[0])}"
             )
         _resolve(keys)
         return super().__new__(cls)
@@ -265,8 +265,15 @@ def _plain(key: str, value: object) -> object:
     """Return `value` as JSON knows it; what is right for the key is for Rust to say."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}, but must be a finite number")
-    if value is None or isinstance(value, bool | int | float | str | list | dict):
+    if isinstance(value, int) and value.bit_length() > 256:
+        raise ValueError(f"{key} is {shown(value)}, which does not fit into 64 bits")
+    if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, list | dict):
+        # For Rust to refuse as it stands; what is nested could stand for more than memory holds.
+        inner = list(value.values()) if isinstance(value, dict) else value
+        if len(inner) <= 8 and not any(isinstance(part, list | dict) for part in inner):
+            return value
     if isinstance(value, np.bool_ | np.floating):
         return value.item()
     try:

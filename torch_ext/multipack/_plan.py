@@ -9,25 +9,23 @@ only for the microbatch that is asked for.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import json
 import threading
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from multipack import ops
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, token_tensor
 from multipack._config import Config, Split, checked_split, make_config, refuse_config
+from multipack._plan_file import TENSORS, read, write
 from multipack._stats import Stats
 from multipack._verify import (
     check_equality,
@@ -36,11 +34,9 @@ from multipack._verify import (
     check_what_is_given,
 )
 
-_FORMAT = 1
 # From so many samples on, planning can take seconds, and Ctrl-C is to be heard meanwhile.
 _LONG = 1_000_000
 _PACKAGE = str(Path(__file__).parent)
-_TENSORS = ("index", "row_offsets", "batch_offsets")
 
 
 _T = TypeVar("_T")
@@ -119,7 +115,7 @@ class Plan:
         return (
             self.report == other.report
             and self.config == other.config
-            and all(getattr(self, name).equal(getattr(other, name)) for name in _TENSORS)
+            and all(getattr(self, name).equal(getattr(other, name)) for name in TENSORS)
         )
 
     def __hash__(self) -> int:
@@ -181,20 +177,15 @@ class Plan:
         Args:
             path (str | os.PathLike): The file, overwritten if it exists. No suffix is added.
         """
-        arrays = {name: getattr(self, name).numpy() for name in _TENSORS}
-        header = {"format": _FORMAT, "config": vars(self.config), "report": self.report}
-        text = json.dumps(header).encode()
-        with open(path, "wb") as file:
-            np.savez(
-                file,
-                header=np.frombuffer(text, np.uint8),
-                checksum=np.frombuffer(_checksum(text, arrays), np.uint8),
-                **arrays,
-            )
+        arrays = {name: getattr(self, name).numpy() for name in TENSORS}
+        write(path, arrays, self.config, self.report)
 
 
 def load_plan(path: str | PathLike[str]) -> Plan:
-    """Read a plan that `Plan.save` wrote. No code in the file is run.
+    """Read a plan that `Plan.save` wrote.
+
+    The file may come from anywhere: no code in it is run, it takes no more memory than a few times
+    its size, and what comes back is of the right shape. Whether it is right is for `Plan.verify`.
 
     Args:
         path (str | os.PathLike): The file.
@@ -205,27 +196,11 @@ def load_plan(path: str | PathLike[str]) -> Plan:
     Raises:
         ValueError: If the file is not a saved plan, is damaged, or was written by a newer format.
     """
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in _TENSORS}
-            text = archive["header"].tobytes()
-            checksum = archive["checksum"].tobytes()
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        # What NumPy says of such files is about pickles and archives, which nobody asked about.
-        raise ValueError(
-            f"{path} is not a saved plan, or only a part of one: make it with Plan.save"
-        ) from error
-    if checksum != _checksum(text, arrays):
-        raise ValueError(f"{path} is damaged: its checksum is not that of its contents; plan anew")
-    header = json.loads(text)
-    if header["format"] != _FORMAT:
-        raise ValueError(
-            f"{path} has format {header['format']}, but this version reads format {_FORMAT}"
-        )
+    arrays, config, report = read(path)
     return Plan(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
-        config=Config(**header["config"]),
-        report=header["report"],
+        config=config,
+        report=report,
     )
 
 
@@ -393,13 +368,3 @@ def count_labels(
         max_sample_len=(config.sequence_len or 0) if cut else 0,
         mask_first_label=config.mask_first_label,
     )
-
-
-def _checksum(header: bytes, arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Hash what a saved plan holds; a file that was cut or edited has another."""
-    digest = hashlib.blake2b(header, digest_size=16)
-    for name in _TENSORS:
-        array = arrays[name]
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.digest()

@@ -11,9 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from multipack._arrays import shown
 from multipack._config import Config, Split
 
 _SHAPE_KEYS = ("pad_to_multiple_of", "pad_to_sequence_len", "padded_tail")
+
+_KINDS: dict[type, str] = {
+    Mapping: "a mapping",
+    list: "a list",
+    tuple: "a tuple",
+    bool: "a bool",
+    type(None): "None",
+}
 
 _REMEDY = (
     "go back to what was saved, or load with ignore_data_skip=True, which starts the epoch anew: "
@@ -43,16 +52,35 @@ def every_setting(config: Config, split: Split, *, streaming: bool) -> dict[str,
 
 
 def refuse_other_version(state: Mapping[str, Any], version: int) -> None:
-    """Refuse a state in a format that this release does not read.
+    """Refuse what is no state, or is one in a format that this release does not read.
 
     Raises:
+        TypeError: If it is no mapping.
         ValueError: If the state has another version.
     """
-    if state.get("version") != version:
+    refuse_other_kinds("the state", state, Mapping)
+    found = state.get("version")
+    if not is_same(found, version):
         raise ValueError(
-            f"the state has version {state.get('version')}, but this release reads version "
-            f"{version}"
+            f"the state has version {shown(found)}, but this release reads version {version}"
         )
+
+
+def refuse_other_kinds(name: str, value: object, *kinds: type) -> None:
+    """Refuse a part of a state that is of none of these kinds.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not isinstance(value, kinds):
+        wanted = " or ".join(_KINDS[kind] for kind in kinds)
+        raise TypeError(f"{name} is {shown(value)}, but must be {wanted}")
+
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two plain values are equal; what is no plain value, such as a tensor, never is."""
+    plain = (type(None), bool, int, float, str)
+    return isinstance(one, plain) and isinstance(other, plain) and one == other
 
 
 def refuse_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -61,11 +89,12 @@ def refuse_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     Raises:
         ValueError: If any differs; the text names each with its saved and its current value.
     """
+    refuse_other_kinds("settings", saved.get("settings", {}), Mapping)
     before, now = _flat(saved), _flat(current)
     differences = [
-        f"{key} was {before.get(key)!r} and is now {value!r}"
+        f"{key} was {shown(before.get(key))} and is now {value!r}"
         for key, value in now.items()
-        if key not in before or before[key] != value
+        if key not in before or not is_same(before[key], value)
     ]
     if differences:
         raise ValueError(
@@ -73,9 +102,10 @@ def refuse_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         )
 
 
-def unavailable(reason: str) -> ValueError:
+def unavailable(reason: object) -> ValueError:
     """Make the error about a state that holds no usable position."""
-    return ValueError(f"exact replay is unavailable: {reason}; {_REMEDY}")
+    text = reason if isinstance(reason, str) and len(reason) < 1000 else shown(reason)
+    return ValueError(f"exact replay is unavailable: {text}; {_REMEDY}")
 
 
 def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def check_promises(plan: Plan, lengths: _Array, label_counts: _Array | None) -> 
     index, rows, batches = (
         tensor.numpy() for tensor in (plan.index, plan.row_offsets, plan.batch_offsets)
     )
-    _check_offsets("row_offsets", rows, len(index), "samples")
-    _check_offsets("batch_offsets", batches, len(rows) - 1, "rows")
+    check_offsets("row_offsets", rows, len(index), "samples")
+    check_offsets("batch_offsets", batches, len(rows) - 1, "rows")
     world_size = plan.config.world_size
     if len(batches) - 1 != len(plan) * world_size:
         raise ValueError(
@@ -97,7 +97,7 @@ def check_equality(plan: Plan, fresh: Plan) -> None:
         raise ValueError(f"the report differs from that of a fresh plan in {', '.join(facts)}")
 
 
-def _check_offsets(name: str, offsets: _Array, end: int, what: str) -> None:
+def check_offsets(name: str, offsets: _Array, end: int, what: str) -> None:
     """Check that offsets rise from 0 to the end of what they point into."""
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end:
         raise ValueError(f"{name} must go from 0 to {end}, the number of {what}")

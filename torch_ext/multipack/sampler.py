@@ -12,7 +12,6 @@ alone, and agree because the plans do.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
-from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer
+from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, shown
 from multipack._config import (
     Config,
     Split,
@@ -35,12 +34,21 @@ from multipack._config import (
 from multipack._microbatch import Microbatch, Terms
 from multipack._plan import Plan, Repeat, plan_tensors, warn_of
 from multipack._processes import warn_if_alone
-from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
+from multipack._state import (
+    is_same,
+    order_settings,
+    refuse_differences,
+    refuse_other_kinds,
+    refuse_other_version,
+    unavailable,
+)
 from multipack.collate import IGNORED_LABEL
 
 Batch: TypeAlias = "list[list[int]] | list[int]"
 
 _VERSION = 1
+# One more would not be an int64.
+_EPOCHS = 1 << 63
 # Plans of later epochs are kept from `total_steps` on while they take no more than this.
 _KEPT_BYTES = 1 << 30
 
@@ -104,6 +112,8 @@ class _Batches(Iterator[Batch]):
         return {**state, "ended": self._number() >= self._pass.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        refuse_other_kinds("the state", state, Mapping)
+        refuse_other_kinds("ended", state.get("ended"), bool)
         self._sampler.load_state_dict(state)
         if state["ended"]:
             # Nothing is left of this iteration; the sampler stands at the next epoch.
@@ -446,8 +456,8 @@ class MultipackBatchSampler(Sampler[Batch]):
             UserWarning: If nothing but the data set's fingerprint has changed.
         """
         if ignore_data_skip:
-            epoch = state.get("epoch")
-            if isinstance(epoch, int | float) and math.isfinite(epoch) and epoch >= 0:
+            epoch = state.get("epoch") if isinstance(state, Mapping) else None
+            if isinstance(epoch, int | float) and 0 <= epoch < _EPOCHS:
                 self._go_to(int(epoch), 0)
             else:
                 self._go_to(self._epoch, 0)
@@ -472,6 +482,7 @@ class MultipackBatchSampler(Sampler[Batch]):
         Warns:
             UserWarning: As for `load_state_dict`.
         """
+        refuse_other_kinds("the state", state, Mapping)
         if "version" not in state and "epoch" in state:
             epoch, position = self._epoch_position(state)
         else:
@@ -497,10 +508,10 @@ class MultipackBatchSampler(Sampler[Batch]):
         if state.get("plan_digest") is not None and same_settings:
             refuse_differences(state, {"plan_digest": plan.digest})
         before, now = state.get("fingerprint"), self.fingerprint
-        if before is not None and now is not None and before != now:
+        if before is not None and now is not None and not is_same(before, now):
             warnings.warn(
-                f"the data set's fingerprint was {before!r} and is now {now!r}; lengths and label "
-                "counts are the same, so the order is too, but the texts may be others",
+                f"the data set's fingerprint was {shown(before)} and is now {now!r}; lengths and "
+                "label counts are the same, so the order is too, but the texts may be others",
                 stacklevel=4,
             )
         return epoch, position
@@ -512,9 +523,9 @@ class MultipackBatchSampler(Sampler[Batch]):
             whole, done = integer("epoch", epoch, least=0), integer("batches", state["batches"], 0)
         else:
             if isinstance(epoch, bool) or not isinstance(epoch, int | float):
-                raise TypeError(f"epoch is {epoch!r}, but must be a number")
-            if not (math.isfinite(epoch) and epoch >= 0):
-                raise unavailable(f"the saved epoch is {epoch}")
+                raise TypeError(f"epoch is {shown(epoch)}, but must be a number")
+            if not 0 <= epoch < _EPOCHS:
+                raise unavailable(f"the saved epoch is {shown(epoch)}")
             whole = int(epoch)
             count = len(self._plan_of(whole))
             part = (epoch - whole) * count

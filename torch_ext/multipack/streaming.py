@@ -32,12 +32,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
 from multipack._agreement import check_agreement
-from multipack._arrays import integer
+from multipack._arrays import integer, shown
 from multipack._config import Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
 from multipack._processes import warn_if_alone
 from multipack._samples import token_array
-from multipack._state import order_settings, refuse_differences, refuse_other_version, unavailable
+from multipack._state import (
+    order_settings,
+    refuse_differences,
+    refuse_other_kinds,
+    refuse_other_version,
+    unavailable,
+)
 from multipack._stats import NO_SAMPLES, Tally
 from multipack.collate import Collator
 from multipack.dataset import RowDataset
@@ -304,27 +310,9 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             return
         refuse_other_version(state, _VERSION)
         refuse_differences(state, self._identity())
-        if state["replay_error"] is not None:
-            raise unavailable(state["replay_error"])
-        buffer, shares = state["buffer"], state["shares"]
-        counts = _counts_from(buffer["counts"])
-        mark = _Mark(
-            counts=counts,
-            carried=tuple((number, _taken(sample, number)) for number, sample in buffer["carried"]),
-            batches=buffer["batches"],
-            labelled=buffer["labelled"],
-            source=buffer["source"],
-        )
-        self._go_to(
-            _Pass(
-                epoch=integer("epoch", state["epoch"], least=0),
-                mark=mark,
-                position=integer("position", state["position"], least=0),
-                seed=buffer["seed"],
-                counts=counts,
-                shares=None if shares is None else tuple(shares),
-            )
-        )
+        if (fault := state.get("replay_error")) is not None:
+            raise unavailable(fault)
+        self._go_to(_pass_from(state))
 
     def _go_to(self, start: _Pass) -> None:
         """Let the next iteration begin somewhere; one under way no longer counts."""
@@ -598,10 +586,81 @@ def _to_state(sample: Sample) -> dict[str, Any]:
     return {key: plain(key, value) for key, value in sample.items()}
 
 
-def _counts_from(state: Mapping[str, Any]) -> StreamCounts:
-    return StreamCounts(
-        read=state["read"],
-        dropped={reason: Tally(**tally) for reason, tally in state["dropped"].items()},
-        truncated=Tally(**state["truncated"]),
-        unused_samples=state["unused_samples"],
+def _pass_from(state: Mapping[str, Any]) -> _Pass:
+    """Read a state. It may come from anywhere, so nothing in it is taken to be what it should be.
+
+    Raises:
+        TypeError: If a part is of the wrong kind; the text names it.
+        ValueError: If a part is missing or out of range.
+    """
+    buffer, seed = _part(state, "buffer", Mapping), None
+    if _get(buffer, "seed") is not None:
+        seed = _get(buffer, "seed")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed is {shown(seed)}, but must be an integer")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed is {shown(seed)}, but must be from 0 to {(1 << 64) - 1}")
+    counts = _counts_from(_part(buffer, "counts", Mapping))
+    carried = []
+    for entry in _part(buffer, "carried", list, tuple):
+        refuse_other_kinds("an entry of carried", entry, list, tuple)
+        if len(entry) != 2:
+            raise ValueError(f"an entry of carried has {len(entry)} parts: a number and a sample")
+        number = integer("the number of a carried sample", entry[0], least=0)
+        carried.append((number, _taken(entry[1], number)))
+    shares = _part(state, "shares", list, tuple, type(None))
+    if shares is not None:
+        if len(shares) != 3:
+            raise ValueError(f"shares has {len(shares)} entries, but must have 3")
+        worker, workers, base = (integer("an entry of shares", share, least=0) for share in shares)
+        if worker >= workers:
+            raise ValueError(f"shares is of worker {worker}, but there are {workers}")
+        shares = (worker, workers, base)
+    return _Pass(
+        epoch=integer("epoch", _get(state, "epoch"), least=0),
+        mark=_Mark(
+            counts=counts,
+            carried=tuple(carried),
+            batches=integer("batches", _get(buffer, "batches"), least=0),
+            labelled=_part(buffer, "labelled", bool, type(None)),
+            source=_get(buffer, "source"),
+        ),
+        position=integer("position", _get(state, "position"), least=0),
+        seed=seed,
+        counts=counts,
+        shares=shares,
     )
+
+
+def _counts_from(state: Mapping[str, Any]) -> StreamCounts:
+    dropped = _part(state, "dropped", Mapping)
+    return StreamCounts(
+        read=integer("read", _get(state, "read"), least=0),
+        dropped={str(reason): _tally_from(dropped, reason) for reason in dropped},
+        truncated=_tally_from(state, "truncated"),
+        unused_samples=integer("unused_samples", _get(state, "unused_samples"), least=0),
+    )
+
+
+def _tally_from(state: Mapping[str, Any], name: str) -> Tally:
+    tally = _part(state, name, Mapping)
+
+    def number(key: str) -> int | None:
+        value = _get(tally, key)
+        return None if value is None else integer(f"{key} of {name}", value, least=0)
+
+    return Tally(number("count") or 0, number("first"), number("longest"))
+
+
+def _part(state: Mapping[str, Any], key: str, *kinds: type) -> Any:
+    """Return a part of a state that must be of one of these kinds."""
+    value = _get(state, key)
+    refuse_other_kinds(key, value, *kinds)
+    return value
+
+
+def _get(state: Mapping[str, Any], key: str) -> Any:
+    """Return a part of a state that must be there."""
+    if key not in state:
+        raise ValueError(f"the state has no {key!r}")
+    return state[key]

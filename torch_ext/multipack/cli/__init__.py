@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CliError as error:
         print(f"multipack: {error}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"multipack: not enough memory: {error}".removesuffix(": "), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -34,6 +34,9 @@ from .tokenizer import DEFAULT, Tokenizer, load_tokenizer
 IGNORED = -100
 PADDING = 0
 
+# As a list of tokens, a hundred million of them.
+_LONGEST_LINE = 1 << 28
+
 SUPERVISED_ROLE = "assistant"
 
 
@@ -126,11 +129,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, without their ends, numbered from 1.
 
     Raises:
-        CliError: the file cannot be read.
+        CliError: the file cannot be read, or has a line of more than 256 MiB.
     """
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(_LONGEST_LINE + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > _LONGEST_LINE:
+                    raise CliError(f"{path}:{number}: a line of more than {_LONGEST_LINE:,} bytes")
                 if number == 1:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
@@ -152,6 +158,10 @@ def parse_json(text: bytes) -> Any:
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}"
         raise BadRecordError(f"not JSON: {error.msg} at {place}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRecordError(f"not JSON that can be read: {error}") from error
+    except RecursionError as error:
+        raise BadRecordError("JSON that is nested too deeply") from error
 
 
 def parse_record(record: Any) -> Conversation | str:

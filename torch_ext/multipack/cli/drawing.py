@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 import multipack
-from multipack._config import Split, batch_size, layout
+from multipack._config import Split, batch_size, capacity, layout
 
 # Without X, and its small form that is easily taken for it. After these it begins anew.
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWYZabcdefghijklmnopqrstuvwyz"
 _CHARACTERS = 32
+# Far more than anybody would look at.
+_MOST_TOKENS = 1 << 26
 
 Ids = npt.NDArray[np.int64]
 
@@ -45,12 +47,24 @@ def draw(
 
     Raises:
         IndexError: if there is no such rank or microbatch.
+        ValueError: if it is too large to be drawn.
     """
     config, split = plan.config, plan.report["split"]
-    tokens = config.sequence_len or 1
-    scale = tokens_per_character or -(-tokens // _CHARACTERS)
     kind, size = layout(config, split), batch_size(config, split)
+    tokens = config.sequence_len or 1
     rows = plan[rank, k]
+    found = [int(lengths[sample]) for row in rows for sample in row]
+    room = max(
+        sum(found),
+        size * max(found, default=0),
+        len(rows) * max(capacity(config, split), config.pad_to_multiple_of),
+    )
+    if room > _MOST_TOKENS:
+        raise ValueError(
+            f"microbatch {k} of rank {rank} has room for {room:,} tokens, but no more than "
+            f"{_MOST_TOKENS:,} can be drawn"
+        )
+    scale = tokens_per_character or -(-tokens // _CHARACTERS)
     samples = [sample for row in rows for sample in row]
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples), start=1)}
     yield (

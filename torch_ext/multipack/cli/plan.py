@@ -13,8 +13,6 @@ one number on each line, .jsonl among them.
 from __future__ import annotations
 
 import argparse
-import json
-import reprlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ from typing import Any
 import numpy as np
 
 import multipack
+from multipack._arrays import shown
 
 from ._errors import CliError
+from .data import BadRecordError, parse_json
 from .settings import value_of
 
 HELP = "make, show, verify and compare plans as files"
@@ -219,23 +219,30 @@ def _numbers(path: Path) -> Any:
     """Reads a file of integers."""
     if path.suffix == ".npy":
         try:
-            return np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            # Mapped, for what is only read would take as much memory as the header says.
+            numbers = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(numbers, np.ndarray):
+                raise TypeError("an archive of several arrays")
+            return numbers
+        except OSError:
+            raise
+        except Exception as error:  # NumPy raises many classes for what is no array
             raise CliError(
                 f"{path} is not a NumPy array of numbers, or only a part of one"
             ) from error
     if path.suffix == ".json":
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise CliError(f"{path} is not JSON: {error}") from error
+            return parse_json(path.read_bytes())
+        except BadRecordError as error:
+            raise CliError(f"{path}: {error}") from error
     lines = path.read_text(encoding="utf-8").splitlines()
     try:
         return [int(line) for line in lines]
     except ValueError:
         wrong = next(number for number, line in enumerate(lines, 1) if not _is_integer(line))
-        found = reprlib.repr(lines[wrong - 1])
-        raise CliError(f"line {wrong} of {path} is {found}, but must be an integer") from None
+        raise CliError(
+            f"line {wrong} of {path} is {shown(lines[wrong - 1])}, but must be an integer"
+        ) from None
 
 
 def _is_integer(text: str) -> bool:

@@ -21,6 +21,7 @@ and a million tokens of text.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 import multipack
+from multipack._arrays import shown
+from multipack._npy import parse
 
 from . import data
 from ._errors import CliError, require
@@ -45,6 +48,11 @@ _PIECE = 1024
 
 # Of a histogram, whose samples are written out: eight gigabytes.
 _MOST_SAMPLES = 1_000_000_000
+
+# Of a compressed array, unless its file is not much smaller: a hundred million numbers.
+_MOST_UNPACKED = 800_000_000
+
+_LARGEST = np.iinfo(np.int64).max
 
 _TEXT = ("messages", "prompt", "completion", "text")
 _NUMBERS = ("length", "label_count", "count")
@@ -293,10 +301,10 @@ class _Reader:
 
     def _of_numpy(self, path: Path) -> Iterator[Lengths]:
         try:
-            # Mapped: the pages are read when they are looked at, and need not be kept.
-            loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-            arrays = {"lengths": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
-        except (ValueError, EOFError) as error:
+            arrays = _numpy_arrays(path)
+        except (OSError, CliError):
+            raise
+        except Exception as error:  # NumPy and zipfile raise a dozen classes
             raise CliError(f"{path}: no NumPy array of numbers: {error}") from error
         lengths = arrays.get("lengths")
         if lengths is None:
@@ -324,6 +332,11 @@ class _Reader:
             (column < 0, f"the {name} is missing or negative")
             for name, column in columns.items()
             if column is not None
+        ]
+        faults += [
+            (column > _LARGEST, f"the {name} is more than {_LARGEST}")
+            for name, column in columns.items()
+            if column is not None and column.dtype == np.uint64
         ]
         if label_counts is not None:
             faults.append((label_counts > lengths, "more labels than tokens"))
@@ -353,8 +366,18 @@ class _Reader:
         return self._of_table(str(path), _read_table(path, self.options))
 
     def _of_table(self, where: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Lengths]:
+        import pyarrow as pa
+
+        try:
+            yield from self._of_batches(where, batches)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
+            raise CliError(f"{where}: {str(error) or type(error).__name__}") from error
+
+    def _of_batches(self, where: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Lengths]:
         start = 0
         for batch in batches:
+            # Arrow takes offsets out of a file as they are, and would follow them anywhere.
+            batch.validate(full=True)
             ours = {found: name for name, found in self.options.columns.items()}
             names = [ours.get(name, name) for name in batch.schema.names]
             batch = batch.rename_columns(names)
@@ -432,13 +455,13 @@ class _Reader:
 def _natural(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise BadRecordError(f"expected an integer in {name}, found {kind_of(value)}")
-    if value < 0:
-        raise BadRecordError(f"expected 0 or more in {name}, found {value}")
+    if not 0 <= value <= _LARGEST:
+        raise BadRecordError(f"expected from 0 to {_LARGEST} in {name}, found {shown(value)}")
     return value
 
 
 def _number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+    return int(text) if text.isdecimal() and len(text) < 20 else text
 
 
 def _ids(value: Any, name: str) -> Integers | None:
@@ -447,14 +470,13 @@ def _ids(value: Any, name: str) -> Integers | None:
         return None
     if not isinstance(value, list):
         raise BadRecordError(f"expected a list in `{name}`, found {kind_of(value)}")
-    try:
-        array = np.array(value, None if value else np.int64)
-    except ValueError:
-        array = np.array(None)
-    if array.ndim != 1 or array.dtype.kind != "i":
-        wrong = next(v for v in value if not isinstance(v, int) or isinstance(v, bool))
+    if not {int}.issuperset(map(type, value)):
+        wrong = next(v for v in value if type(v) is not int)
         raise BadRecordError(f"expected integers in `{name}`, found {kind_of(wrong)}")
-    return array
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        raise BadRecordError(f"an integer in `{name}` does not fit into 64 bits") from None
 
 
 def _unequal(ids: int, others: int, name: str) -> str:
@@ -478,7 +500,28 @@ def _repeat(values: npt.ArrayLike, counts: npt.ArrayLike) -> Integers:
             f"the histogram has {total:,} samples, more than {_MOST_SAMPLES:,}: divide its counts, "
             "which keeps their shares"
         )
-    return np.repeat(np.asarray(values), np.asarray(counts))
+    return np.repeat(np.asarray(values), np.asarray(counts).astype(np.int64))
+
+
+def _numpy_arrays(path: Path) -> dict[str, Integers]:
+    """The arrays of a .npy or .npz file by name: those that are asked for, in an archive."""
+    if not zipfile.is_zipfile(path):
+        # Mapped: the pages are read when they are looked at, and need not be kept.
+        return {"lengths": np.load(path, mmap_mode="r", allow_pickle=False)}
+    with zipfile.ZipFile(path) as archive:
+        arrays: dict[str, Integers] = {}
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name not in ("lengths", "label_counts", "count"):
+                arrays[name] = np.zeros(0)
+                continue
+            if member.file_size > max(_MOST_UNPACKED, 100 * member.compress_size):
+                raise CliError(
+                    f"{path}: `{name}` unpacks to {member.file_size:,} bytes from "
+                    f"{member.compress_size:,}: save it with np.savez, uncompressed"
+                )
+            arrays[name] = parse(archive.read(member))
+        return arrays
 
 
 def _check_array(where: str, name: str, array: Any, lengths: Any) -> None:
@@ -555,6 +598,8 @@ def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
             f"{path} is a folder, but not one of save_to_disk of Hugging Face's datasets: name the "
             f"files in it, as in {path}/*.parquet"
         ) from error
+    except Exception as error:  # of whatever class its JSON files or its tables make it
+        raise CliError(f"{path} is no whole folder of save_to_disk: {error}") from error
     if isinstance(found, datasets.DatasetDict):
         name = next(iter(found)) if len(found) == 1 else options.split
         if name not in found:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
 
-from multipack._arrays import Bools, Integers
+from multipack._arrays import Bools, Integers, shown
 from multipack._config import Config, Split, layout
 from multipack._yaml import read_yaml
 from multipack.collate import Collator
@@ -355,14 +355,14 @@ class _Reader:
         for key in _FLAGS:
             value = self.given.get(key)
             if not isinstance(value, bool | None) and (key, value) != ("batch_flattening", "auto"):
-                yield key, f"{value!r} is neither true nor false"
+                yield key, f"{shown(value)} is neither true nor false"
         for key in _NUMBERS:
             value = self.given.get(key, 1)
             if value is not None and (type(value) is not int or value < 1):
-                yield key, f"{value!r} is no integer of 1 or more"
+                yield key, f"{shown(value)} is no integer of 1 or more"
         parallel = self.given.get("accelerator_config")
         if not isinstance(parallel, dict | None):
-            yield "accelerator_config", f"{parallel!r} is no mapping"
+            yield "accelerator_config", f"{shown(parallel)} is no mapping"
 
     def refused(self) -> Iterable[tuple[str, str]]:
         """Yield each key that cannot be followed, and why."""
@@ -374,7 +374,7 @@ class _Reader:
         if self.attention not in _ATTENTION:
             yield (
                 "attn_implementation",
-                f"{self.attention!r} is none of {', '.join(_ATTENTION)}",
+                f"{shown(self.attention)} is none of {', '.join(_ATTENTION)}",
             )
         for key in _PATCHED_ATTENTION:
             if given.get(key):
