@@ -5,6 +5,7 @@
 //! as one letter in front of its text; `cpp/check.h` reads it.
 
 use std::any::Any;
+use std::ffi::c_char;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -25,6 +26,15 @@ use crate::{Config, Error, ErrorKind, Split};
 #[unsafe(no_mangle)]
 pub extern "C" fn multipack_abi_version() -> i32 {
     1
+}
+
+/// The version of this crate, ending in a NUL, for Python to compare with its own: a library that was
+/// left behind by an earlier release is to be told from a right one before an op is called.
+// SAFETY: as above.
+#[allow(unsafe_code)]
+#[unsafe(no_mangle)]
+pub extern "C" fn multipack_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
 #[allow(unsafe_code, missing_docs)]

@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -205,3 +207,106 @@ except ValueError as error:
         "but must be a positive integer"
     )
     assert (done.returncode, done.stdout.strip()) == (0, "5" if fits else complaint)
+
+
+def copied(tmp_path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Write a changed copy of the library, without a record of its torch."""
+    library = tmp_path / "changed.so"
+    library.write_bytes(change(Path(multipack.library_path).read_bytes()))
+    return library
+
+
+def test_a_library_that_was_cut_off_is_refused_before_it_ends_the_process(tmp_path):
+    """Linux maps such a file, and sends SIGBUS at the first page that is not there."""
+    whole = Path(multipack.library_path).stat().st_size
+
+    for size in (100, 4096, whole // 2, whole - 1):
+        library = copied(tmp_path, lambda content, size=size: content[:size])
+
+        said = import_error(MULTIPACK_LIBRARY=str(library))
+
+        assert said == (
+            f"multipack's library {library} is damaged: it has {size} bytes, but its header says "
+            f"{whole}; build it again for torch {torch.__version__} with "
+            "'pip install --no-build-isolation .' in the folder of its sources"
+        )
+
+
+def test_a_library_for_another_processor_is_refused(tmp_path):
+    """The system says of it that there is no such file."""
+    for at, number in ((18, 183), (4, 1)):  # aarch64; 32 bits
+        library = copied(
+            tmp_path,
+            lambda content, at=at, number=number: (
+                content[:at] + bytes([number]) + content[at + 1 :]
+            ),
+        )
+
+        assert import_error(MULTIPACK_LIBRARY=str(library)).startswith(
+            f"multipack's library {library} is damaged: it is for another processor than this "
+            "Python; build it again"
+        )
+
+
+def test_a_library_of_another_release_is_refused_with_both_versions(tmp_path):
+    ours = metadata.version("multipack").split("+")[0]
+    known = f"{ours}\0".encode()
+    at = Path(multipack.library_path).read_bytes().index(known)
+    other = "9" + ours[1:]
+    library = copied(
+        tmp_path, lambda content: content[:at] + other.encode() + content[at + len(ours) :]
+    )
+
+    assert import_error(MULTIPACK_LIBRARY=str(library)) == (
+        f"multipack's library {library} is of version {other}, but the package is {ours}: build it "
+        "again with 'pip install --no-build-isolation .' in the folder of its sources, or unset "
+        "MULTIPACK_LIBRARY"
+    )
+
+
+def test_a_library_that_cannot_tell_its_version_is_an_older_one(tmp_path):
+    library = copied(
+        tmp_path, lambda content: content.replace(b"multipack_version\0", b"multipack_verzion\0")
+    )
+
+    assert import_error(MULTIPACK_LIBRARY=str(library)).startswith(
+        f"multipack's library {library} is older than the package, which is "
+    )
+
+
+def test_a_library_that_lacks_an_op_names_it():
+    """As an earlier build of the same version does."""
+    code = """
+from pathlib import Path
+from multipack import _library
+_library._OPS += ("unpack",)
+try:
+    _library.load(Path(_library.library_path))
+except ImportError as error:
+    print(error)
+"""
+    done = run(code)
+
+    assert "lacks the ops unpack: build it again with 'pip install" in done.stdout
+
+
+def test_a_library_with_an_unknown_symbol_says_which(tmp_path):
+    """Built for another torch, and no record beside it that would tell."""
+    library = copied(
+        tmp_path, lambda content: content.replace(b"_ZN3c1010Dispatcher", b"_ZN3c1010Dispatched")
+    )
+
+    said = import_error(MULTIPACK_LIBRARY=str(library))
+
+    assert said.startswith(f"multipack's library {library} does not load: ")
+    assert "undefined symbol: _ZN3c1010Dispatched" in said
+
+
+@pytest.mark.parametrize("record", ["", "{}", "[1]", "null", '{"torch": '])
+def test_a_record_that_says_nothing_is_an_import_error(record, tmp_path):
+    library = copied(tmp_path, lambda content: content)
+    library.with_suffix(".json").write_text(record)
+
+    assert import_error(MULTIPACK_LIBRARY=str(library)).startswith(
+        f"{library.with_suffix('.json')} does not say which torch multipack's library was built for"
+    )
