@@ -114,14 +114,15 @@ def reference_collate(
             if padded_tail == "last" and number == len(row):
                 merged = min(tail, max(0, tail_limit - slot))
             add(parts, ids, its_labels, slot + merged, number)
-            true_lengths.append(len(ids) + merged)
+            # What is merged makes the padding inside the slot part of the segment.
+            true_lengths.append(slot + merged if merged else len(ids))
             slots.append(slot + merged)
             tail -= merged
         while tail > 0:
             slot = min(tail, tail_limit)
             add(parts, ints(), ints(), slot, 0)
             if padded_tail != "none":
-                true_lengths.append(slot)
+                true_lengths.append(min(slot, limit))
                 slots.append(slot)
             tail -= slot
         for name, values in parts.items():

@@ -198,6 +198,19 @@ def _boundaries(position_ids: Tensor) -> Tensor:
     return position_ids.new_empty(_dynamic_size(1), dtype=torch.int32)
 
 
+def _beside(q: Tensor, cu_seqlens: Tensor, **tensors: Tensor) -> None:
+    """Refuse tensors on another device than `q`, in the words of the op.
+
+    One on the meta device sends the whole call here, and what is returned for a `q` in memory would
+    be memory that nobody has written.
+    """
+    if cu_seqlens.device.type != "cpu":
+        tensors["cu_seqlens"] = cu_seqlens
+    for name, tensor in tensors.items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, but q is on {q.device}")
+
+
 @_shape_of("attention")
 def _attention(
     q: Tensor,
@@ -211,6 +224,7 @@ def _attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
+    _beside(q, cu_seqlens, k=k, v=v)
     return q.new_empty(q.shape)
 
 
@@ -226,6 +240,7 @@ def _attention_forward(
     scale: float | None,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _beside(q, cu_seqlens, k=k, v=v)
     tokens, heads, _ = q.shape
     arithmetic = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
@@ -237,6 +252,15 @@ def _attention_forward(
 
 @_shape_of("_attention_backward")
 def _attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *saved: object
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    random: Tensor,
+    cu_seqlens: Tensor,
+    *options: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _beside(q, cu_seqlens, k=k, v=v, grad_out=grad_out)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
