@@ -39,7 +39,7 @@ PACKAGE := $(shell find torch_ext -name '*.py' -o -name '*.html')
 
 .PHONY: demo build test test-core test-rust test-python test-resume test-min test-page \
 	test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench bench-peers \
-	docs wheel tools
+	docs wheel fuzz fuzz-coverage tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -75,6 +75,20 @@ test-page: build
 lint: lint-core lint-torch lint-tools
 
 lint-core: | tools
+
+# Random cases by the thousand: TIME seconds in all. Ten minutes for each target are TIME=3600 on
+# two cores.
+TIME := 60
+fuzz: build
+	python fuzz/run.py --time $(TIME)
+
+# The core by coverage, TIME seconds for each target. Needs nightly Rust and cargo-fuzz.
+fuzz-coverage:
+	for target in batch config plan; do \
+		cargo +nightly fuzz run $$target -- -max_total_time=$(TIME) || exit 1; \
+	done
+
+lint: .venv/requirements.stamp
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
