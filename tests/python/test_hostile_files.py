@@ -508,7 +508,7 @@ def test_settings_that_no_json_holds_are_refused() -> None:
         Config(seed=1 << 100_000)
     assert str(caught.value) == "seed is an integer of 100001 bits, which does not fit into 64 bits"
     with pytest.raises(TypeError) as caught_type:
-        Config(seed=[])  # type: ignore[arg-type]
+        Config(seed=[[]])  # type: ignore[arg-type]
     assert str(caught_type.value) == "seed is a list, but a setting is a number, a bool or a string"
 
 
@@ -556,7 +556,7 @@ def test_yaml_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"seed: \xff\xfe")
 
     for read_file in (Config.from_yaml, axolotl.from_yaml):
-        with pytest.raises(ValueError, match=r"settings\.yml is not YAML: 'utf-8' codec"):
+        with pytest.raises(ValueError, match=r"settings\.yml is not YAML: unacceptable character"):
             read_file(path)
 
 

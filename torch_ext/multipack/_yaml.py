@@ -41,8 +41,8 @@ def read_yaml(path: str | PathLike[str]) -> Any:
         raise ValueError(f"{path} is not YAML: {error}") from error
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply for settings") from None
-    except _RefusedError:
-        raise
+    except _RefusedError as error:
+        raise ValueError(str(error)) from None
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         # Of what looks like a date or a number and is none.
         raise ValueError(f"{path} holds a value that YAML cannot read: {error}") from error
