@@ -112,7 +112,7 @@ class Config:
         if positional:
             raise TypeError(
                 f"settings are given by name, as in Config(sequence_len=4096), not by position: "
-                f"{shown(positional[0])}"
+                f"{positional[0]!r}"
             )
         _resolve(keys)
         return super().__new__(cls)

@@ -234,7 +234,7 @@ def _numbers(path: Path) -> Any:
         try:
             return parse_json(path.read_bytes())
         except BadRecordError as error:
-            raise CliError(f"{path}: {error}") from error
+            raise CliError(f"{path} is {error}") from error
     lines = path.read_text(encoding="utf-8").splitlines()
     try:
         return [int(line) for line in lines]
