@@ -72,10 +72,6 @@ test-min: build .venv-min/requirements.stamp
 test-page: build
 	python -m pytest tests/browser
 
-lint: lint-core lint-torch lint-tools
-
-lint-core: | tools
-
 # Random cases by the thousand: TIME seconds in all. Ten minutes for each target are TIME=3600 on
 # two cores.
 TIME := 60
@@ -88,7 +84,9 @@ fuzz-coverage:
 		cargo +nightly fuzz run $$target -- -max_total_time=$(TIME) || exit 1; \
 	done
 
-lint: .venv/requirements.stamp
+lint: lint-core lint-torch lint-tools
+
+lint-core: | tools
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
