@@ -282,8 +282,8 @@ def _interruptible(work: Callable[[], _T]) -> _T:
     """Run `work`, which holds no lock of Python, so that signals are handled meanwhile.
 
     Python runs signal handlers in the main thread, between two of its instructions: so the main
-    thread waits in short steps. After an interrupt the work goes on unheard, and ends with the
-    process.
+    thread waits in short steps. After an interrupt the work goes on unheard, and the process ends
+    after it: a thread that comes back from C++ while Python shuts down would abort the process.
     """
     outcome: Future[_T] = Future()
 
@@ -293,7 +293,7 @@ def _interruptible(work: Callable[[], _T]) -> _T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="multipack plan", daemon=True)
+    thread = threading.Thread(target=run, name="multipack plan")
     thread.start()
     while thread.is_alive():
         thread.join(0.1)

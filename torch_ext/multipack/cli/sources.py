@@ -455,8 +455,10 @@ class _Reader:
 def _natural(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise BadRecordError(f"expected an integer in {name}, found {kind_of(value)}")
-    if not 0 <= value <= _LARGEST:
-        raise BadRecordError(f"expected from 0 to {_LARGEST} in {name}, found {shown(value)}")
+    if value < 0:
+        raise BadRecordError(f"expected 0 or more in {name}, found {shown(value)}")
+    if value > _LARGEST:
+        raise BadRecordError(f"expected at most {_LARGEST} in {name}, found {shown(value)}")
     return value
 
 
