@@ -211,6 +211,16 @@ def test_offsets_may_begin_and_end_inside_the_tokens() -> None:
     assert data.label_counts()[0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("batch", [[[1, 0]], [[1, Repeat(0)]]], ids=["plain", "repeat"])
+def test_tokens_may_be_a_column_of_an_array(batch: list[list[int]]) -> None:
+    table = np.arange(12).reshape(6, 2)
+    collator = Collator(attention="none")
+    data = PackedDataset(table[:, 0], [0, 2, 5], table[:, 1], collator=collator)
+    dense = PackedDataset(table[:, 0].copy(), [0, 2, 5], table[:, 1].copy(), collator=collator)
+
+    assert same(data[batch], dense[batch])
+
+
 @pytest.mark.parametrize("batch", [[[0, 2], [1]], [[2, Repeat(0)], [1]]], ids=["plain", "repeat"])
 def test_further_values_are_laid_out_like_the_tokens(batch: list[list[int]]) -> None:
     tokens, offsets = np.arange(10, 20), [1, 4, 6, 9]

@@ -358,7 +358,10 @@ class _Buffers:
 
 
 def _joined(parts: list[Any]) -> npt.NDArray[Any]:
-    """Return arrays of one dtype end to end; for short ones np.concatenate takes twice the time."""
+    """Return parts of one array, or of several alike, end to end."""
+    if parts[0].strides != (parts[0].itemsize,):
+        return np.concatenate(parts)
+    # For short ones np.concatenate takes twice the time.
     return np.frombuffer(bytearray().join(parts), parts[0].dtype)
 
 
