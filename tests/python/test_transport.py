@@ -118,7 +118,7 @@ def test_a_forked_child_does_not_write_into_the_files_of_its_parent() -> None:
     assert_same(batch, received(batch))
 
 
-@pytest.mark.parametrize("fails", ["memfd_create", "pwritev"])
+@pytest.mark.parametrize("fails", ["memfd_create", "stat", "pwritev"])
 def test_without_room_for_a_file_torch_sends_the_tensors(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +129,18 @@ def test_without_room_for_a_file_torch_sends_the_tensors(
     monkeypatch.setattr(os, fails, full)
 
     assert_same(SENT, received(SENT))
+
+
+def test_a_file_that_could_not_be_written_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system call takes 1024 parts at most."""
+    monkeypatch.setattr(_transport, "_files", {})
+    batch = {str(number): torch.tensor(number) for number in range(1100)}
+    before = files_in_memory()
+    for _ in range(3):
+        reduced = _transport._reduced(_Sendable(batch))
+
+        assert_same(batch, reduced[0](*reduced[1]))
+    assert files_in_memory() == before
 
 
 def test_a_batch_that_was_cut_is_not_taken_for_a_whole_one(

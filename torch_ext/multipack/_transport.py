@@ -64,8 +64,7 @@ def _reduced(batch: _Sendable) -> tuple[Any, ...]:
             parts.append(value.numpy())
             others[key] = None  # keeps its place among the keys
     try:
-        file = _free_file()
-        _check_whole(parts, os.pwritev(file, parts, 0))
+        file = _written(parts)
     except OSError:
         # No file, or no memory for it. An error here, in the thread of a queue, would be a batch
         # that never arrives.
@@ -82,7 +81,7 @@ def _received(pid: int, fd: int, others: dict[str, Any], places: list[Any]) -> d
     for key, dtype, shape in places:
         others[key] = torch.empty(shape, dtype=_DTYPES[dtype])
         parts.append(others[key].numpy())
-    file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    file = os.open(_path(pid, fd), os.O_RDWR)
     try:
         _check_whole(parts, os.preadv(file, parts, 0))
         os.pwrite(file, _FREE, 0)
@@ -91,14 +90,27 @@ def _received(pid: int, fd: int, others: dict[str, Any], places: list[Any]) -> d
     return others
 
 
-def _free_file() -> int:
-    """Return a file of this thread that holds no batch."""
+def _written(parts: list[Any]) -> int:
+    """Write into a file of this thread that holds no batch, and return it."""
     files = _files.setdefault((os.getpid(), threading.get_ident()), [])
-    for file in files:
-        if os.pread(file, len(_FREE), 0) == _FREE:
-            return file
-    files.append(os.memfd_create("multipack"))
-    return files[-1]
+    file = next((file for file in files if os.pread(file, len(_FREE), 0) == _FREE), None)
+    if file is None:
+        file = os.memfd_create("multipack")
+        files.append(file)
+    try:
+        os.stat(_path(os.getpid(), file))  # not there where /proc is not
+        _check_whole(parts, os.pwritev(file, parts, 0))
+    except OSError:
+        # What has been written would be kept as long as the file.
+        files.remove(file)
+        os.close(file)
+        raise
+    return file
+
+
+def _path(pid: int, fd: int) -> str:
+    """Return where a process finds an open file of another."""
+    return f"/proc/{pid}/fd/{fd}"
 
 
 def _goes_through_a_file(value: Any) -> bool:
