@@ -22,7 +22,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# The minor versions that the tests pass with: `make test-torch TORCH=2.14`.
+# The minor versions that the tests pass with: `make test TORCH=2.14`.
 SUPPORTED = ["2.12", "2.13", "2.14", "2.15"]
 # The one that torch-sys is written for.
 BINDINGS = "2.13"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -88,12 +89,13 @@ def test_what_is_wrong_with_an_answer_is_in_the_table(
 
     table = bench("peers", monkeypatch).tables(results.read(kept.path))
 
+    ours, torch = (metadata.version(name).split("+")[0] for name in ("multipack", "torch"))
     assert table == [
-        """
+        f"""
 | two samples | version | seconds | of ours | rows | answer |
 | --- | --- | --- | --- | --- | --- |
-| multipack | 0.1.0 | 3.00 ms | 1.00 | 1 | right |
-| torch: other | 2.13.0 | 90.0 ms | 30 | 2 | a sample is lost or repeated |
+| multipack | {ours} | 3.00 ms | 1.00 | 1 | right |
+| torch: other | {torch} | 90.0 ms | 30 | 2 | a sample is lost or repeated |
 """
     ]
 
