@@ -72,11 +72,11 @@ test-min: build .venv-min/requirements.stamp
 test-page: build
 	python -m pytest tests/browser
 
-# Random cases by the thousand: TIME seconds in all. Ten minutes for each target are TIME=3600 on
-# two cores.
+# Random cases by the thousand: TIME seconds in all, from case SEED on or from any. Ten minutes for
+# each target are TIME=3600 on two cores.
 TIME := 60
 fuzz: build
-	python fuzz/run.py --time $(TIME)
+	python fuzz/run.py --time $(TIME) $(SEED:%=--seed %)
 
 # The core by coverage, TIME seconds for each target. Needs nightly Rust and cargo-fuzz.
 fuzz-coverage:

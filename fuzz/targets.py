@@ -475,8 +475,8 @@ def strange_attention(draw: Draw) -> None:
 
     kv_heads = draw.one_of([heads, 1, draw.randint(0, 3)])
     q, k, v = tensor(heads), tensor(kv_heads), tensor(kv_heads)
-    if draw.chance(0.1):
-        q = q.detach()[..., ::2].requires_grad_(q.is_floating_point()) if q.dim() else q
+    if draw.chance(0.1) and q.dim() and q.layout == torch.strided:
+        q = q.detach()[..., ::2].requires_grad_(q.is_floating_point())
     borders = any_tensor(draw)
     if draw.chance(0.6):
         numbers = [0, *(draw.randint(-1, tokens + 1) for _ in range(draw.randint(0, 4)))]
