@@ -22,7 +22,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# The minor versions that the tests pass with: `make test TORCH=2.14`.
+# The minor versions that it compiles with: `make test TORCH=2.14`. CI has that of BINDINGS.
 SUPPORTED = ["2.12", "2.13", "2.14", "2.15"]
 # The one that torch-sys is written for.
 BINDINGS = "2.13"
