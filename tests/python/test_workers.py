@@ -96,11 +96,14 @@ def test_an_iteration_that_is_given_up_leaves_no_worker_behind() -> None:
         next(iterator)
         del iterator
 
-    assert multiprocessing.active_children() == []
-    # The threads that feed the queues of indices are told to end, and not waited for.
+    # The threads that feed the queues of indices are told to end, and not waited for; nor are
+    # workers that take more than five seconds.
     deadline = time.monotonic() + SECONDS
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while (
+        multiprocessing.active_children() or threading.active_count() > before
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert multiprocessing.active_children() == []
     assert threading.active_count() <= before
 
 
@@ -149,7 +152,8 @@ def test_nothing_grows_over_ten_thousand_batches(method: str) -> None:
         early, late, strict=True
     ):
         assert threads_after <= threads
-        assert files_after <= files
+        # A worker has a file for each batch that waits, of which there are two at most.
+        assert files_after <= files + 1
         assert pages_after - pages < 8 << 20 >> 12
 
 
