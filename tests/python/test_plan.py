@@ -654,6 +654,22 @@ def test_a_saved_plan_comes_back_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_a_plan_is_written_alike_by_every_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy before 2.1 has no options here, and keeps every keyword as an array."""
+    real = np.savez
+
+    def savez(file: Any, **arrays: Any) -> None:
+        assert all(isinstance(array, np.ndarray) for array in arrays.values())
+        real(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", savez)
+    plan([3, 5, 2], sequence_len=8).save(tmp_path / "epoch.plan")
+
+    assert load_plan(tmp_path / "epoch.plan") == plan([3, 5, 2], sequence_len=8)
+
+
 def test_plans_are_equal_that_agree_in_everything() -> None:
     lengths = [3, 5, 2, 4, 7]
     made = plan(lengths, sequence_len=8)

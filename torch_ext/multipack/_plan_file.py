@@ -38,14 +38,14 @@ def write(path: str | PathLike[str], arrays: dict[str, Array], config: Config, r
     """Write a plan; see `Plan.save`."""
     header = {"format": FORMAT, "config": vars(config), "report": report}
     text = json.dumps(header).encode()
+    # Nothing else by name: before 2.1 NumPy keeps every keyword as an array.
+    named: dict[str, Any] = {
+        "header": np.frombuffer(text, np.uint8),
+        "checksum": np.frombuffer(checksum(text, arrays), np.uint8),
+        **arrays,
+    }
     with open(path, "wb") as file:
-        np.savez(
-            file,
-            allow_pickle=False,
-            header=np.frombuffer(text, np.uint8),
-            checksum=np.frombuffer(checksum(text, arrays), np.uint8),
-            **arrays,
-        )
+        np.savez(file, **named)
 
 
 def read(path: str | PathLike[str]) -> tuple[dict[str, Array], Config, dict[str, Any]]:
