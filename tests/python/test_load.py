@@ -310,3 +310,12 @@ def test_a_record_that_says_nothing_is_an_import_error(record, tmp_path):
     assert import_error(MULTIPACK_LIBRARY=str(library)).startswith(
         f"{library.with_suffix('.json')} does not say which torch multipack's library was built for"
     )
+
+
+def test_the_library_may_be_named_by_a_relative_path(monkeypatch):
+    library = Path(multipack.library_path)
+    monkeypatch.chdir(library.parent)
+
+    done = run("import multipack", MULTIPACK_LIBRARY=library.name)
+
+    assert (done.returncode, done.stderr) == (0, "")

@@ -101,7 +101,7 @@ def _fault(path: Path) -> str | None:
         header = file.read(64)
     if sys.platform != "linux" or not header.startswith(b"\x7fELF") or len(header) < 64:
         return None  # whatever it is, the system says so by itself
-    with open("/proc/self/exe", "rb") as file:
+    with open(torch._C.__file__, "rb") as file:
         ours = file.read(20)
     # Width, byte order and processor.
     if (header[4:6], header[18:20]) != (ours[4:6], ours[18:20]):
@@ -122,7 +122,7 @@ def _refuse_other_version(path: Path) -> None:
     ours = metadata.version("multipack").split("+")[0]
     remedy = f"build it again with {_REBUILD}, or unset MULTIPACK_LIBRARY"
     try:
-        version = ctypes.CDLL(str(path)).multipack_version
+        version = ctypes.CDLL(str(path.resolve())).multipack_version
     except AttributeError:
         raise ImportError(
             f"multipack's library {path} is older than the package, which is {ours}: {remedy}"
