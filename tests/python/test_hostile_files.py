@@ -24,6 +24,7 @@ from limited import limited
 
 from multipack import Collator, Config, MultipackBatchSampler, StreamingMultipack, load_plan, plan
 from multipack._plan_file import checksum
+from multipack.cli import sources
 from multipack.cli.sources import Options, read
 from multipack.integrations import axolotl
 from multipack.ops import resolve_config
@@ -710,6 +711,39 @@ def test_arrow_offsets_that_point_elsewhere_are_refused(offsets: list[int], tmp_
             datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="damaged"),
             collator=Collator(sequence_len=8, attention="none"),
         )
+
+
+def test_a_damaged_folder_is_refused_before_anything_is_gathered(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"input_ids": [[1], [2, 3]]}).save_to_disk(str(tmp_path))
+    (data,) = tmp_path.glob("*.arrow")
+    offsets = np.array([0, 1, 3], np.int32).tobytes()
+    damaged = np.array([0, 1, 2**30], np.int32).tobytes()
+    assert offsets in data.read_bytes()
+    data.write_bytes(data.read_bytes().replace(offsets, damaged))
+
+    with pytest.raises(Exception, match=r" is damaged: ") as caught:
+        read([tmp_path], Options(Config(sequence_len=8)))
+    assert type(caught.value).__name__ == "CliError"
+
+
+def test_a_batch_of_many_rows_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in slices, and looking at one of them takes as long as the whole batch."""
+    table = pa.table({"input_ids": [[1, 2]] * 5000})
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+    looked_at = []
+    real = sources._sound
+    monkeypatch.setattr(sources, "_sound", lambda batch: looked_at.append(1) or real(batch))
+
+    found, _ = read([path], Options(Config(sequence_len=8)))
+
+    assert len(found.lengths) == 5000
+    assert looked_at == [1]
 
 
 def test_the_readers_are_not_fooled_by_a_checksum(tmp_path: Path) -> None:

@@ -376,8 +376,6 @@ class _Reader:
     def _of_batches(self, where: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Lengths]:
         start = 0
         for batch in batches:
-            # Arrow takes offsets out of a file as they are, and would follow them anywhere.
-            batch.validate(full=True)
             ours = {found: name for name, found in self.options.columns.items()}
             names = [ours.get(name, name) for name in batch.schema.names]
             batch = batch.rename_columns(names)
@@ -583,7 +581,7 @@ def _read_arrow(source: Any, options: Options) -> Iterator[pa.RecordBatch]:
         reader = batches = pa.ipc.open_stream(source)
     names = _wanted(reader.schema.names, options)
     for batch in batches:
-        batch = batch.select(names)
+        batch = _sound(batch.select(names))
         for start in range(0, batch.num_rows, _piece_rows(names)):
             yield batch.slice(start, _piece_rows(names))
 
@@ -592,6 +590,7 @@ def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     """The rows of what Hugging Face's `save_to_disk` wrote, in the data set's order."""
     require(f"the folder {path}", "report", ("datasets",))
     import datasets  # type: ignore[import-untyped]
+    import pyarrow as pa
 
     try:
         found: Any = datasets.load_from_disk(str(path))
@@ -608,10 +607,29 @@ def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
             raise CliError(f"{path} has the splits {', '.join(found)}: choose one with --split")
         found = found[name]
     names = _wanted(found.column_names, options)
+    found = found.select_columns(names)
+    try:
+        for batch in found.data.to_batches():
+            _sound(batch)
+    except pa.ArrowException as error:
+        raise CliError(f"{path} is damaged: {error}") from error
     # Slices of the mapped file, or copies of rows where a selection or a shuffle lies over it.
-    tables = found.select_columns(names).with_format("arrow").iter(_piece_rows(names))
+    tables = found.with_format("arrow").iter(_piece_rows(names))
     batches = (batch for table in tables for batch in table.combine_chunks().to_batches())
     return _counted(batches, path.name, len(found))
+
+
+def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch as it is in a file, if it holds what it says.
+
+    Arrow takes offsets out of a file as they are, and would follow them anywhere. Slices of a batch
+    are not looked at by themselves, for each would take as long as the batch.
+
+    Raises:
+        pa.ArrowInvalid: If it does not.
+    """
+    batch.validate(full=True)
+    return batch
 
 
 def _wanted(names: Iterable[str], options: Options) -> list[str]:
