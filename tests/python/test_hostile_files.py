@@ -552,6 +552,15 @@ def test_hostile_yaml_is_refused_in_little_memory(tmp_path: Path) -> None:
         }
 
 
+def test_an_integer_without_end_inside_of_a_list_is_refused_by_its_size(tmp_path: Path) -> None:
+    """Python writes integers of up to 4300 digits, and reads longer hexadecimal ones."""
+    path = tmp_path / "settings.yml"
+    path.write_text(f"accelerator_config: [1, 0x{'f' * 5000}]")
+
+    with pytest.raises(ValueError, match=r"\[1, an integer of 20000 bits\] is no mapping"):
+        axolotl.from_yaml(path)
+
+
 def test_yaml_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "settings.yml"
     path.write_bytes(b"seed: \xff\xfe")

@@ -20,8 +20,17 @@ import torch
 
 _BEYOND = 1 << 63
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+class _Short(reprlib.Repr):
+    """Values in little room. Python refuses to write an integer of thousands of digits at all."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()
+        return repr(x) if bits <= 256 else f"an integer of {bits} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 3
 
 Integers: TypeAlias = torch.Tensor | npt.NDArray[np.integer] | Sequence[int]
@@ -30,8 +39,6 @@ Bools: TypeAlias = torch.Tensor | npt.NDArray[np.bool_] | Sequence[bool]
 
 def shown(value: object) -> str:
     """Return a value as an error prints it: in full, unless it is long or deeply nested."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
     return _SHORT.repr(value)
 
 
