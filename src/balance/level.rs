@@ -58,10 +58,10 @@ fn labels(sample: u64) -> i64 {
     (sample >> 32) as i64
 }
 
-/// A microbatch's labels, less than 2⁶³, and a number to tell equal ones apart by.
-fn entry(labels: i64, number: usize) -> u128 {
-    // A first sample that loses a label leaves -1 behind where it is alone and has no other.
-    ((labels + 1) as u128) << 64 | number as u128
+/// A microbatch's labels, and a number to tell equal ones apart by. First samples that lose a label
+/// leave fewer than none behind where their microbatch has no other.
+fn entry(labels: i64, number: usize) -> i128 {
+    i128::from(labels) << 64 | number as i128
 }
 
 /// The places that change their samples, kind by kind and list by list: the first list of a kind
@@ -135,7 +135,7 @@ impl Kinds {
     /// Deals the samples of every kind to its lists: those with the most labels to the first list,
     /// each to the microbatch with the fewest labels, and so on; unless that is worse.
     fn deal(&mut self, totals: &mut [i64]) {
-        let mut order: Vec<u128> = Vec::new();
+        let mut order: Vec<i128> = Vec::new();
         for kind in self.kinds.clone() {
             if kind.len() == 1 {
                 let list = self.lists[kind.start]..self.lists[kind.end];
@@ -186,7 +186,7 @@ impl Kinds {
 
     /// Matches the samples of each list with the microbatches of its places.
     fn sweep(&mut self, totals: &mut [i64]) {
-        let mut rests: Vec<u128> = Vec::new();
+        let mut rests: Vec<i128> = Vec::new();
         for list in self.lists.windows(2) {
             let list = list[0]..list[1];
             if list.len() < 2 {
@@ -201,8 +201,30 @@ impl Kinds {
             for (&rest, &sample) in rests.iter().rev().zip(&self.samples[list]) {
                 let at = rest as u64 as usize;
                 self.held[at] = sample;
-                totals[self.batches[at] as usize] = (rest >> 64) as i64 - 1 + labels(sample);
+                totals[self.batches[at] as usize] = (rest >> 64) as i64 + labels(sample);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn microbatches_with_fewer_labels_than_none_come_first() {
+        // Two rows of a microbatch, one sample each, both lose their first labels: without them the
+        // microbatch has -2. Those below -1 once came after all others.
+        let entries = [
+            entry(-2, 7),
+            entry(-1, 0),
+            entry(-1, 3),
+            entry(0, 2),
+            entry(1 << 40, 1),
+        ];
+
+        assert!(entries.is_sorted(), "{entries:?}");
+        let parts = entries.map(|entry| ((entry >> 64) as i64, entry as u64));
+        assert_eq!([(-2, 7), (-1, 0), (-1, 3), (0, 2), (1 << 40, 1)], parts);
     }
 }
