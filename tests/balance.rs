@@ -291,6 +291,36 @@ fn ranks_do_not_wait_longer_where_a_step_is_one_microstep() {
 }
 
 #[test]
+fn the_longest_rows_that_can_be_are_balanced_without_overflow() {
+    // The squares of a step's labels are beyond 64 bits; the products were, too.
+    let mut stream = stream(SEED);
+    let longest = i64::from(i32::MAX);
+    let samples: Samples = (0..400)
+        .map(|_| {
+            let length = longest - i64::from(stream.below(4));
+            let labels = [1, length][stream.below(2) as usize];
+            (length, labels)
+        })
+        .collect();
+    for settings in [
+        r#""world_size": 100, "sample_packing": false"#,
+        r#""world_size": 32"#,
+        r#""gradient_accumulation_steps": 64"#,
+        r#""world_size": 8, "gradient_accumulation_steps": 8"#,
+    ] {
+        let settings =
+            format!(r#""sequence_len": {longest}, "mask_first_label": false, {settings}"#);
+        let report = balanced(&samples, &settings).report;
+        let (before, after) = (report.before, report.after);
+
+        assert!(
+            after.step_label_std < before.step_label_std.map(|std| 0.3 * std),
+            "{settings}: {before:?} {after:?}"
+        );
+    }
+}
+
+#[test]
 fn the_floor_is_what_single_long_samples_allow() {
     // Two rows of one sample each, 2 and 8 labels: 3 from the mean, whatever is done.
     let plan = balanced(&vec![(10, 2), (10, 8)], r#""sequence_len": 10"#);

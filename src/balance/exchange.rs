@@ -29,7 +29,7 @@
 
 use std::ops::Range;
 
-use super::Work;
+use super::{Work, change};
 use crate::order::Stream;
 use crate::pack::Bounds;
 use crate::parallel;
@@ -425,8 +425,7 @@ impl<'a> Search<'a> {
         for &other in others {
             let gain = i64::from(other.labels) - i64::from(set.labels);
             let gap = self.table.total(set.row) - self.table.total(other.row);
-            // (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g)
-            let change = gain * (gap + gain);
+            let change = change(gain, gap);
             let batch = self.batch(other.row);
             if change < best.0
                 && !self.done[batch]

@@ -19,6 +19,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use super::change;
 use crate::order::Stream;
 
 /// Rounds of swaps.
@@ -185,10 +186,9 @@ fn swap_best(
     for i in (0..one.members.len()).step_by(stride) {
         for j in (0..other.members.len()).step_by(stride) {
             let gain = units[other.members[j] as usize].minus(units[one.members[i] as usize]);
-            // (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g)
             let change = Change {
-                labels: gain.labels * (gap.labels + gain.labels),
-                tokens: gain.tokens * (gap.tokens + gain.tokens),
+                labels: change(gain.labels, gap.labels),
+                tokens: change(gain.tokens, gap.tokens),
             };
             let total = change.labels as f64 * scale.labels + change.tokens as f64 * scale.tokens;
             if total < best.0 && allowed(change) {

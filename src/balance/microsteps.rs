@@ -16,7 +16,7 @@
 
 use super::arrange::{self, Load};
 use super::groups::Unit;
-use super::spread;
+use super::{change, spread};
 use crate::order::Stream;
 
 /// Times that all steps are paired.
@@ -126,9 +126,8 @@ fn swap_best(
         for j in (0..other.members.len()).step_by(stride) {
             let (a, b) = (load(one.members[i]), load(other.members[j]));
             let gain = b.unit.minus(a.unit);
-            // (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g)
-            let labels = gain.labels * (gap.labels + gain.labels);
-            let tokens = gain.tokens * (gap.tokens + gain.tokens);
+            let labels = change(gain.labels, gap.labels);
+            let tokens = change(gain.tokens, gap.tokens);
             let more = b.cost - a.cost;
             let waits = world
                 * (ours.without(i).max(b.cost) / (one.cost + more)

@@ -222,6 +222,13 @@ impl Unevenness {
     }
 }
 
+/// Half of how much the squares of two sums a and b change, a − b = `gap`, if the first grows by `gain`
+/// and the other falls by it: (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g). As near to that as there
+/// are numbers: rows of 2³¹ tokens, 64 in a step, may go beyond them.
+fn change(gain: i64, gap: i64) -> i64 {
+    gain.saturating_mul(gap + gain)
+}
+
 /// n Σx² − (Σx)².
 fn spread(values: impl Iterator<Item = i64>) -> i128 {
     let (mut count, mut sum, mut squares) = (0, 0, 0);

@@ -10,7 +10,7 @@
 //! Tokens stay where they are. O(n log n) for each of [`ROUNDS`] at most, and only for steps that are
 //! more than a [`TOLERANCE`]th of the mean apart.
 
-use super::Work;
+use super::{Work, change};
 
 /// Times that all steps are paired.
 const ROUNDS: usize = 8;
@@ -116,16 +116,16 @@ fn exchange(work: &mut Work, low: &mut Step, high: &mut Step) -> bool {
     }
     let weight = low.batches.len() as i64;
     for exchanges in 0..EXCHANGES {
-        let change = |&(one, other): &(u32, u32)| {
+        let of_pair = |&(one, other): &(u32, u32)| {
             let gain =
                 i64::from(work.labels[other as usize]) - i64::from(work.labels[one as usize]);
             let total = |place: u32| work.totals[work.batch_of[place as usize] as usize];
-            // (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g)
-            let of_steps = gain * (low.labels - high.labels + gain);
-            weight * of_steps + gain * (total(one) - total(other) + gain)
+            let of_steps = change(gain, low.labels - high.labels);
+            let of_batches = change(gain, total(one) - total(other));
+            weight.saturating_mul(of_steps).saturating_add(of_batches)
         };
-        let best = pairs.iter().min_by_key(|pair| change(pair));
-        let Some(&(one, other)) = best.filter(|pair| change(pair) < 0) else {
+        let best = pairs.iter().min_by_key(|pair| of_pair(pair));
+        let Some(&(one, other)) = best.filter(|pair| of_pair(pair) < 0) else {
             return exchanges > 0;
         };
         let (one, other) = (one as usize, other as usize);
