@@ -78,6 +78,8 @@ pub(crate) fn balance(
     let units = |loads: &[Load]| loads.iter().map(|load| load.unit).collect::<Vec<Unit>>();
     let given_loads = loads(&given, layout, config);
     let before = Unevenness::of([units(&given_loads), rest.clone()], step);
+    // A last step with repeats may be far from the others, and stays so.
+    let complete_before = Unevenness::of([units(&given_loads[..complete])], step);
     // Ranks whose costs are the same to a hundredth do not wait.
     let as_given: Vec<u32> = (0..complete as u32).collect();
     let most_waits = arrange::waits(&as_given, &given_loads, round.world_size).max(1.01);
@@ -142,22 +144,23 @@ pub(crate) fn balance(
             false => arrange::by_labels(weights, world, step, stream),
         };
         if world == step && arrange::waits(&arranged, weights, world) > most_waits {
-            let (most_tokens, mut stream) = (before.step_tokens, stream.clone());
+            let (most_tokens, mut stream) = (complete_before.step_tokens, stream.clone());
             let order = arrange::by_waits(weights, world, most_tokens, most_waits, &mut stream);
             if arrange::waits(&order, weights, world) <= most_waits {
-                orders.push((order, before.step_labels / EVEN));
+                orders.push((order, complete_before.step_labels / EVEN));
             }
         }
-        orders.push((arranged, before.step_labels));
+        orders.push((arranged, i128::MAX));
         for (order, most_step_labels) in orders {
             let mut work = work.clone();
             steps::even_steps(&mut work, &order, step);
             let loads = loads(&work, layout, config);
             let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
+            let complete_after = Unevenness::of([moved.clone()], step);
             let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
             if work.lost() == given.lost()
                 && after.is_within(&before, by_cost)
-                && after.step_labels <= most_step_labels
+                && complete_after.step_labels <= most_step_labels
             {
                 put(&work, &order);
                 return;
