@@ -327,6 +327,19 @@ fn the_longest_rows_that_can_be_are_balanced_without_overflow() {
 }
 
 #[test]
+fn a_few_samples_for_very_many_ranks_take_no_longer() {
+    // Each of the thousands of schedules that are tried was judged with all the repeats: minutes.
+    let samples: Samples = vec![(10, 5); 8];
+    let ranks = 1 << 19;
+    let settings = format!(
+        r#""sequence_len": 30, "world_size": {ranks}, "incomplete_batches": "fill", "mask_first_label": false"#
+    );
+    let plan = balanced(&samples, &settings);
+
+    assert_eq!(ranks + 1, plan.batch_offsets.len());
+}
+
+#[test]
 fn the_floor_is_what_single_long_samples_allow() {
     // Two rows of one sample each, 2 and 8 labels: 3 from the mean, whatever is done.
     let plan = balanced(&vec![(10, 2), (10, 8)], r#""sequence_len": 10"#);

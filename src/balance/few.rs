@@ -29,6 +29,9 @@ use crate::config::{BalanceCost, BatchLayout, Config};
 
 /// Most samples for which every schedule is tried.
 pub(super) const MOST_SAMPLES: usize = 8;
+/// Most microbatches of repeats beside them, which are looked at with every schedule: a step of very
+/// many ranks has millions.
+pub(super) const MOST_REPEATS: usize = 1 << 8;
 
 /// What all schedules that are tried have in common.
 pub(super) struct Frame<'a> {

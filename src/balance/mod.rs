@@ -11,7 +11,8 @@
 //! 3. Packed layouts: [`exchange`] lets sets of samples with equal sums of tokens change rows.
 //! 4. [`groups`]: microbatches are put into optimizer steps that are even in labels and tokens.
 //! 5. [`arrange`]: inside a step, microbatches are dealt to ranks and microsteps by their cost. Where a
-//!    step is one microstep, [`microsteps`] puts it together so that ranks wait no longer.
+//!    step is one microstep, [`microsteps`] puts it together so that ranks wait no longer, unless
+//!    that leaves the labels of steps too uneven.
 //! 6. [`steps`]: what one microbatch leaves over in its step is spread over many.
 //!
 //! Of a handful of samples, [`few`] finds the best schedule instead, by trying all.
@@ -55,6 +56,8 @@ const MOST_ROUNDS: usize = 2;
 /// Microbatches in all of the searches that begin elsewhere, and most of these.
 const LEAPS_BATCHES: usize = 1 << 10;
 const MOST_LEAPS: usize = 64;
+/// Samples in all of them, because each looks at every one: rows of thousands would take seconds.
+const LEAPS_SAMPLES: usize = 1 << 18;
 
 /// What the variance of a step's labels falls by at least where ranks are not to wait longer: labels
 /// go before waits.
@@ -104,7 +107,7 @@ pub(crate) fn balance(
         reorder(&mut schedule.rows, order, round.rows_per_microbatch);
     };
     let few = (1..=few::MOST_SAMPLES).contains(&given.items.len());
-    if few && (layout.is_packed() || fixed) {
+    if few && rest.len() <= few::MOST_REPEATS && (layout.is_packed() || fixed) {
         let work = few::best(&few::Frame {
             given: &given,
             rest: &rest,
@@ -182,7 +185,7 @@ fn exchange_sets(work: &mut Work, shape: Shape, stream: &mut Stream, threads: us
         }
     };
     descend(work);
-    for _ in 0..(LEAPS_BATCHES / batches).min(MOST_LEAPS) {
+    for _ in 0..leaps(batches, work.items.len()) {
         let mut other = work.clone();
         for _ in 0..=stream.below(2) {
             exchange::at_random(&mut other, shape, stream);
@@ -192,6 +195,13 @@ fn exchange_sets(work: &mut Work, shape: Shape, stream: &mut Stream, threads: us
             *work = other;
         }
     }
+}
+
+/// How often the search begins elsewhere.
+fn leaps(batches: usize, samples: usize) -> usize {
+    (LEAPS_BATCHES / batches)
+        .min(LEAPS_SAMPLES / samples.max(1))
+        .min(MOST_LEAPS)
 }
 
 /// How uneven a schedule is: the variance of each quantity times the square of the count, exactly.
@@ -492,4 +502,25 @@ fn reorder(rows: &mut Rows, order: &[u32], rows_per_microbatch: usize) {
         }
     }
     *rows = ordered;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaps_look_at_a_bounded_number_of_samples() {
+        // Sixteen rows of ten thousand samples each once took 64 leaps, and twelve seconds.
+        for batches in [1, 16, 100, 5000] {
+            for samples in [0, 1, 9, 160_000, 1 << 30] {
+                let leaps = leaps(batches, samples);
+                assert!(leaps * samples <= LEAPS_SAMPLES && leaps * batches <= LEAPS_BATCHES);
+                assert!(leaps <= MOST_LEAPS);
+            }
+        }
+        assert_eq!(
+            (64, 64, 10),
+            (leaps(1, 9), leaps(16, 4096), leaps(100, 4000))
+        );
+    }
 }
