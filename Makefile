@@ -30,8 +30,8 @@ export OMP_WAIT_POLICY := passive
 
 # Without resume_hf: transformers 5.6 reads an optimizer back to the device cpu:0 where several
 # processes train on the CPU, which torch 2.13 does not know. One process is in hf_trainer.
-TESTED_WITH_OLDEST := accelerate arrow examples hf_attention hf_trainer lightning torchdata \
-	torchrun trl versions workers
+TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention hf_trainer \
+	lightning plan torchdata torchrun trl versions workers
 
 SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 	$(shell find src cpp -type f)
