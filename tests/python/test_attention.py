@@ -567,6 +567,8 @@ def test_the_cuda_routes_fit_together_in_shapes(dtype, size, look):
             assert [tensor.shape for tensor in gradients] == [q.shape, k.shape, k.shape]
 
 
+# Said by torch's own check from 2.14 on.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_opcheck():
     for inputs, look in (
         (make(dtype=torch.float32), {}),

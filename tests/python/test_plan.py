@@ -545,6 +545,8 @@ def test_planning_can_be_interrupted() -> None:
     code = (
         "import os, signal, threading, time\n"
         "import numpy, multipack\n"
+        # A shell that runs the tests in the background has it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "lengths = numpy.random.default_rng(0).integers(1, 4096, 1_000_000)\n"
         "def planners():\n"
         "    return [t for t in threading.enumerate() if t.name == 'multipack plan']\n"

@@ -81,9 +81,13 @@ print(module(*args)[0].tolist())
 """)
 
 
+# TorchScript is deprecated, by one class of warning or, from torch 2.14 on, the other.
+IGNORED = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+
+
 def run_code(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+        [sys.executable, *IGNORED, "-c", code],
         env=dict(os.environ),
         capture_output=True,
         text=True,
