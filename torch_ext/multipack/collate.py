@@ -155,7 +155,7 @@ class Collator:
         self.config = make_config(config, keys)
         self.split = checked_split(split)
         self.attention = attention
-        self.pad_token_id = _checked_padding("pad_token_id", integer("pad_token_id", pad_token_id))
+        self.pad_token_id = integer("pad_token_id", pad_token_id)
         self.dtype = dtype
         self.window: int | dict[str, int | None] | None
         if isinstance(window, Mapping):
@@ -175,7 +175,7 @@ class Collator:
                 )
         self.cut_tail = cut_tail
         self.pad_values = {
-            key: _checked_padding(f"pad_values has {key!r}, which", value)
+            key: _checked_padding(f"pad_values[{key!r}]", value)
             for key, value in (pad_values or {}).items()
         }
         for key in ("input_ids", "labels"):
@@ -609,10 +609,9 @@ def _pair_rows(collator: Collator, samples: Samples, row_offsets: torch.Tensor) 
 
 
 def _checked_padding(name: str, value: Any) -> Any:
-    """Refuse integers that no tensor of integers holds."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} is {value}, but integers are int64, from -2**63 to 2**63 - 1")
-    return value
+    """Refuse integers that no tensor of integers holds; there are paddings of other kinds."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return integer(name, value) if is_integer else value
 
 
 def _checked_window(window: int | None) -> int | None:
