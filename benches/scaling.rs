@@ -26,10 +26,10 @@ mod lengths;
 use lengths::{SEED, between, stream};
 
 const CAPACITY: u32 = 4096;
-const ROUNDS: usize = 15;
+const ROUNDS: usize = 60;
 /// Rounds that are made in any case, and the seconds after which they are enough.
 const FEWEST: usize = 3;
-const ENOUGH: f64 = 2.5;
+const ENOUGH: f64 = 8.0;
 const MOST: f64 = 2.3;
 
 const ALGORITHMS: [&str; 4] = ["best_fit_decreasing", "tight", "first_fit", "next_fit"];
