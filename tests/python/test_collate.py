@@ -232,6 +232,17 @@ def test_further_outputs(samples: Samples, name: str) -> None:
         assert batch[name].is_contiguous()
 
 
+@pytest.mark.parametrize("outputs", [["seq_idx", "segment_ids"], ["segment_ids", "seq_idx"]])
+def test_numbers_of_segments_from_0_and_from_1_can_both_be_had(
+    samples: Samples, outputs: list[str]
+) -> None:
+    """Made of the same memory where only one of them is handed out."""
+    batch = collate(samples([3, 2]), outputs=outputs)
+
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2]]
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1]]
+
+
 def test_both_kinds_of_borders_of_aligned_samples_can_be_had(samples: Samples) -> None:
     """Ranks that split a row want the slots, and what counts tokens the true lengths."""
     batch = collate(

@@ -77,13 +77,13 @@ class Samples:
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor] | None] | None:
         """Return the token ids and labels of each sample as they are; None if not all are tensors.
 
-        What else could be wrong with them (their device, fewer labels than tokens) is found by the
-        op that takes them, and told by `tokens` and `labels`.
+        What else could be wrong with them (their device, fewer labels than tokens, other dtypes) is
+        found by the op that takes them, and told by `tokens` and `labels`.
         """
         if self._plain is None or not self.has("labels"):
             return None if self._plain is None else (self._plain, None)
-        labels = _plain_tensors(self._values("labels"))
-        return None if labels is None else (self._plain, labels)
+        labels = self._values("labels")
+        return (self._plain, labels) if set(map(type, labels)) == {torch.Tensor} else None
 
     def tokens(self) -> torch.Tensor:
         """Return the token ids, end to end; int32 or int64.
