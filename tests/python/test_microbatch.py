@@ -63,6 +63,51 @@ def test_lengths_of_another_data_set_are_refused(
 
 
 @pytest.mark.parametrize("make", [rows, in_workers, packed])
+@pytest.mark.parametrize(
+    ("length", "limit"), [(5, 8), (9, 8), (9, None)], ids=["fits", "too long", "no limit"]
+)
+def test_a_sample_longer_than_planned_is_refused(
+    make: Make, length: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row would be longer than rows may be, and only the memory of a device would tell."""
+    grown = [*SAMPLES[:2], {"input_ids": list(range(length))}, *SAMPLES[3:]]
+    monkeypatch.setattr(f"{__name__}.SAMPLES", grown)
+    loader = make(Config(sequence_len=8), Collator(sequence_len=limit, attention="none"))
+
+    with pytest.raises(
+        ValueError,
+        match=f"sample 2 of the data set has {length} tokens, but 2 were planned for it: give the "
+        "sampler the lengths that the collator gets",
+    ):
+        list(loader)
+
+
+@pytest.mark.filterwarnings("ignore:of 6 samples 1 cut")
+@pytest.mark.parametrize("make", [rows, packed])
+def test_samples_that_are_cut_may_be_longer_than_planned(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are as long as `sequence_len` in the batch; a shorter sample would grow."""
+    config = Config(sequence_len=5, excess_length_strategy="truncate")
+    grown = [*SAMPLES[:3], {"input_ids": list(range(9))}, *SAMPLES[4:]]
+    monkeypatch.setattr(f"{__name__}.SAMPLES", grown)
+    loader = make(config, Collator(config, attention="none"))
+    assert sum(batch["input_ids"].numel() for batch in loader) == 3 + 5 + 2 + 5 + 4 + 4
+
+    grown[0] = {"input_ids": list(range(4))}
+    with pytest.raises(ValueError, match="sample 0 of the data set has 4 tokens, but 3 were"):
+        list(make(config, Collator(config, attention="none")))
+
+
+def test_a_pair_longer_than_planned_is_refused() -> None:
+    sampler = MultipackBatchSampler([4, 4], sequence_len=8)
+    pairs = [{"chosen_input_ids": [1, 2], "rejected_input_ids": [3] * count} for count in (2, 3)]
+
+    with pytest.raises(ValueError, match="sample 1 of the data set has 5 tokens, but 4 were"):
+        Collator(sequence_len=8, attention="none")(RowDataset(pairs)[next(iter(sampler))])
+
+
+@pytest.mark.parametrize("make", [rows, in_workers, packed])
 def test_a_packed_collator_refuses_the_batches_of_a_padded_sampler(make: Make) -> None:
     """It would lay the samples of a padded batch end to end, in one row."""
     config = Config(sequence_len=8, sample_packing=False, micro_batch_size=2)

@@ -4,14 +4,17 @@ The planner decides which samples share a row by their lengths, and counts the l
 loss; the collator lays out, cuts, aligns and masks. Where their settings differ, the batches look
 right and are not: padded samples laid end to end in one row, rows that overflow, counts of labels
 that are masked later. Neither of the two sees the other, but the microbatch passes through both. So
-it carries the few settings that they must share, and the collator compares them with its own. Plain
-lists, made by hand or by a framework that deals microbatches out anew, carry nothing and are taken
-as they are. Padding may differ: no plan depends on it.
+it carries the few settings that they must share, and the collator compares them with its own; and
+the planned lengths, because a sample that has grown since makes its row longer than rows may be,
+and nothing else would tell. Plain lists, made by hand or by a framework that deals microbatches out
+anew, carry nothing and are taken as they are. Padding may differ: no plan depends on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import gt
 from typing import Any, NamedTuple
 
 from multipack._config import Config, Layout, Split, layout
@@ -58,27 +61,41 @@ class Terms(NamedTuple):
 
 
 class Microbatch(list[Any]):
-    """Samples or rows of samples, or their indices, with the terms that they were planned on.
+    """Samples or rows of samples, or their indices, with what they were planned on.
 
     Args:
         items: What it holds.
         terms (Terms): The settings.
         samples (int): How many samples were planned, retained or not.
+        lengths (list[int]): The planned tokens of each sample in it, row after row.
+        indices (Microbatch | None): What it was before the samples took the places of their
+            indices; None: it still is.
     """
 
-    __slots__ = ("samples", "terms")
+    __slots__ = ("indices", "lengths", "samples", "terms")
 
+    indices: Microbatch | None
+    lengths: list[int]
     samples: int
     terms: Terms
 
-    def __init__(self, items: Iterable[Any], terms: Terms, samples: int) -> None:
+    def __init__(
+        self,
+        items: Iterable[Any],
+        terms: Terms,
+        samples: int,
+        lengths: list[int],
+        indices: Microbatch | None = None,
+    ) -> None:
         super().__init__(items)
         self.terms = terms
         self.samples = samples
+        self.lengths = lengths
+        self.indices = indices
 
     def filled(self, items: Iterable[Any]) -> Microbatch:
         """Return one that holds the samples themselves."""
-        return Microbatch(items, self.terms, self.samples)
+        return Microbatch(items, self.terms, self.samples, self.lengths, self)
 
     def check_data(self, count: int) -> None:
         """Refuse a data set that is not the one whose lengths were planned.
@@ -94,3 +111,27 @@ class Microbatch(list[Any]):
                 f"the sampler was given {self.samples} lengths, but the data set has {count} "
                 "samples: give it the length of each"
             )
+
+    def check_lengths(self, found: Sequence[int]) -> None:
+        """Refuse samples that are longer than was planned: their rows have no room for them.
+
+        Samples that are cut may have been longer already. Shorter ones only leave rows emptier.
+
+        Args:
+            found (Sequence[int]): The tokens of each sample, in the order of the rows.
+
+        Raises:
+            ValueError: If a sample has more tokens; the text names the first.
+        """
+        if not any(map(gt, found, self.lengths)):
+            return
+        bound = self.terms.sequence_len
+        cut = self.terms.excess_length_strategy == "truncate"
+        for number, (tokens, planned) in enumerate(zip(found, self.lengths, strict=True)):
+            if tokens > planned and not (cut and bound is not None and planned >= bound):
+                rows = [row if isinstance(row, list) else [row] for row in self.indices or self]
+                index = list(chain.from_iterable(rows))[number]
+                raise ValueError(
+                    f"sample {index} of the data set has {tokens} tokens, but {planned} were "
+                    "planned for it: give the sampler the lengths that the collator gets"
+                )

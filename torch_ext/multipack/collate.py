@@ -281,11 +281,15 @@ class Collator:
             ValueError: If there are no samples or only empty ones, a row is empty, keys of a sample
                 differ in length, only some samples have a key or none has one of `pad_values`, a
                 sample holds padding, an integer beyond int64 or a key that the collator makes, one
-                is longer than `sequence_len` and not to be truncated, there are more segments than
-                `max_segments`, or the sampler's settings are not the collator's.
+                is longer than `sequence_len` and not to be truncated or longer than the sampler was
+                told, there are more segments than `max_segments`, or the sampler's settings are not
+                the collator's.
         """
         items, row_offsets = join_rows(batch, self.config, self.split)
         samples = Samples(items)
+        if isinstance(batch, Microbatch):
+            pairs = len(samples.prefixes) == 2
+            batch.check_lengths(samples.pair_lengths() if pairs else samples.lengths)
         check_padded_keys(self, samples.token_keys)
         samples.check_masks()
         samples.check_positions(self.position_start)

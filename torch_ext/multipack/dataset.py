@@ -229,8 +229,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         Raises:
             IndexError: If an index is out of range.
             TypeError: If it is a single index.
-            ValueError: As for `Collator`; if the sampler was given fewer or more lengths than there
-                are samples.
+            ValueError: As for `Collator`; if the sampler was given other lengths than these samples
+                have.
         """
         if not isinstance(batch, Sequence):
             raise TypeError(
@@ -242,6 +242,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         collator = self.collator
         samples, row_offsets = join_rows(batch, collator.config, collator.split)
         places = self._physical(samples)
+        if isinstance(batch, Microbatch):
+            batch.check_lengths((self._offsets[places + 1] - self._offsets[places]).tolist())
         repeats = [entry for entry, sample in enumerate(samples) if isinstance(sample, Repeat)]
         if len(self._buffers) > 1 or repeats:
             buffers, offsets = self._gathered(places, repeats)

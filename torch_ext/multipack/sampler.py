@@ -15,6 +15,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -105,7 +106,9 @@ class _Batches(Iterator[Batch]):
         rows = sampler._rows(self._plan, number)
         current.yielded += 1
         fixed = sampler._layout in ("padded", "flattened")
-        return Microbatch(rows[0] if fixed else rows, self._terms, len(sampler._lengths))
+        lengths = sampler._lengths.numpy()[list(chain.from_iterable(rows))].tolist()
+        items = rows[0] if fixed else rows
+        return Microbatch(items, self._terms, len(sampler._lengths), lengths)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._sampler._state(self._pass, self._pass.yielded)
