@@ -103,6 +103,18 @@ def test_sample_numbers_are_never_called_a_mask(samples: Samples) -> None:
         assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 0]]
 
 
+@pytest.mark.parametrize("attention", ["bool", "additive"])
+def test_a_mask_has_the_rows_and_the_width_of_its_batch(samples: Samples, attention: str) -> None:
+    """C60: never that of the sum of the samples where rows are given, nor the reverse."""
+    a, b, c, d = samples([3, 2, 4, 2])
+
+    one = collate([a, b], attention)
+    two = collate([[a, b], [c, d]], attention, multipack_real_batches=True)
+
+    assert (one["input_ids"].shape, one["attention_mask"].shape) == ((1, 5), (1, 1, 5, 5))
+    assert (two["input_ids"].shape, two["attention_mask"].shape) == ((2, 6), (2, 1, 6, 6))
+
+
 def test_a_window_limits_the_mask(samples: Samples) -> None:
     batch = collate(samples([3]), "bool", window=2)
 

@@ -890,6 +890,12 @@ REFUSALS = {
         ValueError,
         "row_offsets ends at 2, but input_ids has 0 tensors: the last row ends there",
     ),
+    # C39: of an axis for time, height and width there would be offsets beyond the tokens.
+    "positions of three dimensions": (
+        lambda: ops.boundaries(torch.arange(4).expand(3, 1, 4)),
+        ValueError,
+        "position_ids has shape [3, 1, 4], but must be (length,) or (rows, length)",
+    ),
     "a sample of two dimensions": (
         lambda: ops.collate_list([TOKENS, TOKENS[None]], ROWS),
         ValueError,

@@ -672,6 +672,17 @@ def test_a_plan_is_written_alike_by_every_numpy(
     assert load_plan(tmp_path / "epoch.plan") == plan([3, 5, 2], sequence_len=8)
 
 
+def test_a_plan_is_as_large_as_its_samples_and_not_as_their_masks(tmp_path: Path) -> None:
+    """C61: the masks of these 10,000 rows would take 168 GB."""
+    plan = multipack.plan([512] * 80_000, sequence_len=4096)
+    path = tmp_path / "plan.npz"
+    plan.save(path)
+
+    assert len(plan.row_offsets) == 10_001
+    assert sum(part.nbytes for part in (plan.index, plan.row_offsets, plan.batch_offsets)) < 1 << 20
+    assert path.stat().st_size < 1 << 20
+
+
 def test_plans_are_equal_that_agree_in_everything() -> None:
     lengths = [3, 5, 2, 4, 7]
     made = plan(lengths, sequence_len=8)
