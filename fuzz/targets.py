@@ -23,9 +23,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import torch
 import yaml
+from by_hand import assert_batches_equal, reference_collate, reference_mask
 from draw import Draw
 from test_attention import compare, make, portable, run, run_alone
-from test_ops import assert_batches_equal, reference_collate, reference_mask
 
 import multipack
 from multipack import Collator, Config, MultipackBatchSampler, StreamingMultipack, ops

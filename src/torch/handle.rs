@@ -80,8 +80,8 @@ impl Dense {
         // SAFETY: `new` made the tensor contiguous, aligned to its elements (no `Plain` type asks
         // for more than its size) and known to be on the CPU; the sizes agree and every bit pattern
         // is a `T`. So `len` values of `T` start at the data pointer, and the handle in `self`
-        // keeps them alive. The strided, expanded and unaligned inputs of tests/python/test_ops.py
-        // would show the loss of this.
+        // keeps them alive. The strided, expanded and unaligned inputs of
+        // tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
         Ok(unsafe { slice::from_raw_parts(self.tensor.data_ptr().cast(), self.len) })
     }
@@ -122,8 +122,8 @@ impl<T: Plain> Fresh<T> {
         // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, torch
         // aligns its memory to 64 bytes, and no other handle exists before `into_tensor`. The
         // memory comes from torch's allocator, of which the compiler knows nothing: it holds some
-        // bytes, and all bytes are values of `T`. The aliasing tests of tests/python/test_ops.py
-        // would show the loss of this.
+        // bytes, and all bytes are values of `T`. The aliasing tests of
+        // tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
         unsafe {
             slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), self.len)
@@ -161,7 +161,7 @@ fn ask_for_huge_pages(tensor: &Tensor, bytes: usize) {
     #[cfg(target_os = "linux")]
     // SAFETY: `first..end` is whole pages inside the memory of a tensor that is alive, and the
     // advice changes no contents. It may be refused, which is fine. The mask of 36 MB in
-    // tests/python/test_ops.py would show the loss of this.
+    // tests/python/test_ops_mask.py would show the loss of this.
     #[allow(unsafe_code)]
     unsafe {
         libc::madvise(first as *mut _, end - first, libc::MADV_HUGEPAGE);
@@ -210,7 +210,7 @@ pub(super) fn give(tensor: Tensor) -> UniquePtr<ffi::Tensor> {
     let pointer = ManuallyDrop::new(tensor).as_mut_ptr();
     // SAFETY: the handle's pointer came from `new at::Tensor`, is owned by it alone, and is not
     // freed here because of `ManuallyDrop`, so that `std::unique_ptr` may delete it. The leak test
-    // in tests/python/test_ops.py watches both.
+    // in tests/python/test_ops_collate.py watches both.
     #[allow(unsafe_code)]
     unsafe {
         UniquePtr::from_raw(pointer.cast())
