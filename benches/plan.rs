@@ -149,11 +149,15 @@ fn hard_lengths(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// A step of 1,024 microbatches.
+const MANY_RANKS: &str = r#", "world_size": 64, "gradient_accumulation_steps": 16"#;
+
 /// Planning with balanced labels, in all layouts; what balancing takes of it is the difference to
 /// `not_balanced`, which has the same row as `one_row`.
 fn balance(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("balance");
     group.sample_size(10);
+    let attention_many = format!(r#", "balance_cost": "attention"{MANY_RANKS}"#);
     for n in [100_000, 1_000_000] {
         let lengths = longs(&lengths::lognormal(n, BOUNDS.capacity, SEED));
         let mut shares = stream(SEED + 1);
@@ -164,6 +168,8 @@ fn balance(criterion: &mut Criterion) {
         for (name, layout) in [
             ("not_balanced", ""),
             ("one_row", ""),
+            ("one_row_64_ranks", MANY_RANKS),
+            ("attention_64_ranks", &attention_many),
             (
                 "real_rows",
                 r#", "micro_batch_size": 4, "multipack_real_batches": true"#,
@@ -179,11 +185,15 @@ fn balance(criterion: &mut Criterion) {
             ),
         ] {
             let is_balanced = name != "not_balanced";
+            let ranks = match layout.contains("world_size") {
+                true => "",
+                false => r#", "world_size": 4, "gradient_accumulation_steps": 4"#,
+            };
             let config = Config::from_json(&format!(
-                r#"{{"sequence_len": 4096, "world_size": 4, "gradient_accumulation_steps": 4,
-                     "balance_labels": {is_balanced}{layout}}}"#
+                r#"{{"sequence_len": 4096, "balance_labels": {is_balanced}{layout}{ranks}}}"#
             ))
             .expect("valid settings");
+            let step = (config.world_size * config.gradient_accumulation_steps) as f64;
             let make = || {
                 let counts = Some(&labels[..]);
                 plan(&lengths, counts, None, &config, 0, Split::Train, threads()).expect("a plan")
@@ -199,12 +209,12 @@ fn balance(criterion: &mut Criterion) {
                     share(before.microbatch_label_std),
                     share(after.microbatch_label_std),
                     share(after.label_std_floor),
-                    share(before.step_label_std) / 16.0,
-                    share(after.step_label_std) / 16.0,
+                    share(before.step_label_std) / step,
+                    share(after.step_label_std) / step,
                     before.rank_cost_imbalance.expect("ranks"),
                     after.rank_cost_imbalance.expect("ranks"),
                 );
-                assert!(!is_balanced || share(after.step_label_std) / 16.0 <= 0.5);
+                assert!(!is_balanced || share(after.step_label_std) / step <= 0.5);
             });
             group.bench_with_input(BenchmarkId::new(name, n), &n, |bencher, _| {
                 *checked;

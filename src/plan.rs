@@ -438,7 +438,10 @@ fn lay_rows(
     let epoch = if split == Split::Eval { 0 } else { epoch };
     let mut stream = Stream::new(config.planning_seed(), epoch, Purpose::Pack);
     if let Some(all) = counted {
-        let mix = config.balance_labels && split == Split::Train;
+        // Where every token is a label, full rows are even already, and mixing only moves the space
+        // that is left over: then the rows are those of a plan without balancing.
+        let balances = config.balance_labels && split == Split::Train;
+        let mix = balances && !samples.are_all_supervised();
         let slots = &samples.slots;
         return pack::pack(slots, all, bounds, config, mix, &mut stream, threads);
     }

@@ -357,6 +357,11 @@ impl<'a> Samples<'a> {
         }
     }
 
+    /// Whether labels follow from lengths: every token is one, but perhaps the first of a sample.
+    pub fn are_all_supervised(&self) -> bool {
+        (0..self.len()).all(|item| u64::from(self.label_count(item)) + 1 >= self.length(item))
+    }
+
     /// Whether samples differ in what they lose by standing first in a row.
     pub fn leads_differ(&self) -> bool {
         !self.mask_first_label && self.inputs.label_starts.is_some()

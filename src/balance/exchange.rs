@@ -13,7 +13,7 @@
 //! ```
 //!
 //! Where one of the two rows has space left, its set may also be the shorter one by as much, or
-//! empty: then samples move into the space. No row goes over its capacity, no padding is added, and
+//! empty: then samples move into the space, at best half of it, so that two rows share it. No row goes over its capacity, no padding is added, and
 //! the tokens of the two microbatches do not get more uneven. What comes into rows of many short
 //! samples, level evens out afterwards.
 //!
@@ -54,6 +54,21 @@ pub(super) struct Shape {
     pub align: u32,
     /// Row lengths are rounded up to a multiple of this.
     pub multiple: u32,
+}
+
+impl Shape {
+    /// Positions that a sample takes up.
+    pub fn slot(self, length: u32) -> u32 {
+        match self.align {
+            1 => length, // divisions take their time
+            align => length.next_multiple_of(align),
+        }
+    }
+
+    /// Positions of so many rows in one batch, the longest of which has so many in use.
+    pub fn size(self, rows: usize, longest: u32) -> u64 {
+        rows as u64 * u64::from(longest.next_multiple_of(self.multiple))
+    }
 }
 
 /// Up to three samples of one row.
@@ -173,11 +188,7 @@ impl Table<'_> {
     }
 
     fn slot(&self, place: u32) -> u32 {
-        let length = self.work.lengths[place as usize];
-        match self.shape.align {
-            1 => length,
-            align => length.next_multiple_of(align),
-        }
+        self.shape.slot(self.work.lengths[place as usize])
     }
 
     fn space(&self, row: usize) -> u32 {
@@ -398,7 +409,14 @@ impl<'a> Search<'a> {
             if self.all.sets_of(equal.clone()).len() > 2 * NEAR {
                 return; // enough to choose from
             }
-            for sum in (equal.end..self.all.sums.len()).take(SUMS) {
+            // A little more, and as much as evens out the space where there is a good deal of it.
+            let half = self.all.find(set.tokens + space / 2).start;
+            let more = equal.end..self.all.sums.len();
+            let sums = more.clone().take(SUMS);
+            for sum in sums.chain(
+                more.skip(half.saturating_sub(equal.end).max(SUMS))
+                    .take(SUMS),
+            ) {
                 if self.all.sums[sum] > set.tokens + space {
                     break;
                 }
@@ -474,7 +492,8 @@ impl<'a> Search<'a> {
                 true => table.used[row] - set.tokens + tokens,
                 false => table.used[row],
             });
-        let longest = used.max().unwrap_or(0);
-        u64::from(longest.next_multiple_of(table.shape.multiple)) * table.rows_per_batch as u64
+        table
+            .shape
+            .size(table.rows_per_batch, used.max().unwrap_or(0))
     }
 }

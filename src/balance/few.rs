@@ -12,7 +12,7 @@
 //!
 //! The best schedule is the one whose microbatches are most even in labels; of several, the one
 //! whose steps are; of these, the one in which ranks wait least. All of them have the rows, the
-//! capacity, the limit on samples and no more padding than the given one, and none whose steps are
+//! capacity, the limit on samples (or, not packed, their number) and no more padding than the given one, and none whose steps are
 //! more uneven in labels or in tokens counts. (So where a little less spread over microbatches would
 //! cost the steps any, it is not taken.) The given schedule is one of them. With
 //! `balance_cost: attention`, waiting comes before the labels of steps, and their tokens are free.
@@ -164,13 +164,15 @@ impl Search<'_> {
 
     fn has_space(&self, row: usize, place: u32) -> bool {
         let bounds = self.frame.shape.bounds;
-        let places = self.rows[row].places();
-        if places.count() as u32 >= bounds.limit {
-            return false;
-        }
-        if self.frame.layout.is_packed()
-            && self.used(&self.rows[row]) + self.slot(place) > bounds.capacity
-        {
+        let count = self.rows[row].places().count();
+        let has_space = match self.frame.layout.is_packed() {
+            true => {
+                count < bounds.limit as usize
+                    && self.used(&self.rows[row]) + self.slot(place) <= bounds.capacity
+            }
+            false => count < self.frame.given.row(row).len(),
+        };
+        if !has_space {
             return false;
         }
         // Of rows, microbatches and steps that are empty and alike, the first one will do.
@@ -183,12 +185,20 @@ impl Search<'_> {
         .into_iter()
         .all(|(size, whole)| {
             let start = row / size * size;
-            let alike = start % whole >= size && start + size <= self.rows.len();
+            let alike = start % whole >= size
+                && start + size <= self.rows.len()
+                && (start..start + size).all(|row| self.are_alike(row - size, row));
             !alike
                 || !self.rows[start - size..start + size]
                     .iter()
                     .all(Row::is_empty)
         })
+    }
+
+    /// Whether two rows can hold the same samples.
+    fn are_alike(&self, one: usize, other: usize) -> bool {
+        let count = |row| self.frame.given.row(row).len();
+        self.frame.layout.is_packed() || count(one) == count(other)
     }
 
     /// Whether no way of dealing the other samples can be as even in labels as the best schedule.
@@ -233,7 +243,7 @@ impl Search<'_> {
 
     fn slot(&self, place: u32) -> u32 {
         let length = self.frame.given.lengths[place as usize];
-        length.next_multiple_of(self.frame.shape.align)
+        self.frame.shape.slot(length)
     }
 
     fn used(&self, row: &Row) -> u32 {
@@ -242,22 +252,20 @@ impl Search<'_> {
 
     /// Positions in all batches.
     fn sizes(&self) -> u64 {
-        let padded = self.frame.layout == BatchLayout::Padded;
         let batches = self.rows.chunks(self.rows_per_batch);
-        let size = |rows: &[Row]| {
-            let (longest, count) = match padded {
-                true => {
-                    let slots = rows[0].places().map(|place| self.slot(place));
-                    (slots.max(), rows[0].places().count())
-                }
-                false => (rows.iter().map(|row| self.used(row)).max(), rows.len()),
-            };
-            let longest = longest
-                .unwrap_or(0)
-                .next_multiple_of(self.frame.shape.multiple);
-            u64::from(longest) * count as u64
+        batches.map(|rows| self.size(rows)).sum()
+    }
+
+    /// Positions in the batch of these rows.
+    fn size(&self, rows: &[Row]) -> u64 {
+        let (count, longest) = match self.frame.layout {
+            BatchLayout::Padded => {
+                let slots = rows[0].places().map(|place| self.slot(place));
+                (rows[0].places().count(), slots.max())
+            }
+            _ => (rows.len(), rows.iter().map(|row| self.used(row)).max()),
         };
-        batches.map(size).sum()
+        self.frame.shape.size(count, longest.unwrap_or(0))
     }
 
     /// Keeps the schedule in which all samples stand in rows, if it is better than the best so far.
@@ -278,7 +286,8 @@ impl Search<'_> {
             let labels = rows.iter().map(|row| self.least_labels(row)).sum();
             let places = rows.iter().flat_map(Row::places);
             let lengths: Vec<u32> = places.map(|place| given.lengths[place as usize]).collect();
-            loads.push(Load::of(labels, &lengths, frame.layout, frame.config));
+            let (size, layout) = (self.size(rows), frame.layout);
+            loads.push(Load::of(labels, size, &lengths, layout, frame.config));
         }
         let units: Vec<Unit> = loads.iter().map(|load| load.unit).collect();
         if Unit::sum(units.iter().copied()).labels != given.totals.iter().sum::<i64>() {
