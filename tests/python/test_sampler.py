@@ -599,7 +599,11 @@ SAVED = {"micro_batch_size": 2, "world_size": 2, "rank": 0, "seed": 5}
         ({"seed": 6}, "data_seed was 5 and is now 6"),
         ({"sequence_len": 16}, "sequence_len was 8 and is now 16"),
         ({"rank": "all"}, "order was 'rank' and is now 'all'"),
-        ({"split": "eval"}, "split was 'train' and is now 'eval'"),
+        ({"split": "eval"}, "split was 'train' and is now 'eval'; go back"),
+        (
+            {"split": "eval", "eval_batch_size": 4},
+            "split was 'train' and is now 'eval'; eval_batch_size was not saved and is now 4; go",
+        ),
         (
             {"micro_batch_size": 1, "seed": 6},
             "micro_batch_size was 2 and is now 1; data_seed was 5 and is now 6",

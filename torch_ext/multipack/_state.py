@@ -86,15 +86,17 @@ def is_same(one: object, other: object) -> bool:
 def refuse_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Compare facts by name; those within ``settings`` are compared one by one.
 
+    What was not saved counts as None, which is what a setting has that was not given.
+
     Raises:
         ValueError: If any differs; the text names each with its saved and its current value.
     """
     refuse_other_kinds("settings", saved.get("settings", {}), Mapping)
     before, now = _flat(saved), _flat(current)
     differences = [
-        f"{key} was {shown(before.get(key))} and is now {value!r}"
+        f"{key} was {shown(before[key]) if key in before else 'not saved'} and is now {value!r}"
         for key, value in now.items()
-        if key not in before or not is_same(before[key], value)
+        if not is_same(before.get(key), value)
     ]
     if differences:
         raise ValueError(
