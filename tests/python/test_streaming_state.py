@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,49 @@ def test_a_stream_that_knows_its_position_is_not_read_from_the_start() -> None:
 
     assert ids(stream())[30:] == rest
     assert state["buffer"]["source"] == {"at": 30}
+
+
+class Untold(StatefulSamples):
+    """Cannot say where it is."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return Samples.__iter__(self)
+
+    def state_dict(self) -> dict[str, int]:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return {"at": self.state}
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (NotImplementedError("none yet"), "NotImplementedError: none yet"),
+        ((n for n in ()), "TypeError: cannot pickle 'generator' object"),
+    ],
+    ids=["raised", "not copied"],
+)
+def test_an_iterable_that_cannot_tell_its_state_is_read_again(state: Any, text: str) -> None:
+    """Nobody may ever want the state: its fault must not end a training."""
+    running = stream(Untold(state))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = ids(iter(running), 30)
+        saved = through_a_file(running.state_dict())
+        again = stream(Untold(state))
+        again.load_state_dict(saved)
+        rest = ids(again)
+
+    assert {str(warning.message) for warning in caught} == {
+        f"the state of the iterable cannot be had ({text}): resuming will read the stream from its "
+        "start, and pass over what was read"
+    }
+    assert saved["buffer"]["source"] is None
+    assert ids(stream()) == first + rest
 
 
 def test_a_shuffled_hugging_face_stream_comes_back_exactly() -> None:

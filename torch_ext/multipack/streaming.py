@@ -500,8 +500,21 @@ def _own_epoch(iterable: Any) -> None:
 
 
 def _state_of(iterable: Iterable[Any]) -> Any:
-    """Return a copy of the state of an iterable, or None if it has none."""
-    return copy.deepcopy(iterable.state_dict()) if isinstance(iterable, _Stateful) else None
+    """Return a copy of the state of an iterable, or None if it has none, or cannot tell it.
+
+    It is asked for whether or not anything will be saved, so that its fault must not end the pass.
+    """
+    if not isinstance(iterable, _Stateful):
+        return None
+    try:
+        return copy.deepcopy(iterable.state_dict())
+    except Exception as error:  # whatever the code of others may raise
+        warnings.warn(
+            f"the state of the iterable cannot be had ({type(error).__name__}: {error}): resuming "
+            "will read the stream from its start, and pass over what was read",
+            stacklevel=4,
+        )
+        return None
 
 
 def _taken(sample: Any, number: int) -> Sample:
