@@ -310,6 +310,17 @@ def test_diff_counts_the_rows_and_microbatches_that_differ(
     ) in text
 
 
+def test_diff_leaves_out_statistics_that_print_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = planned()
+    stats = {**a.report["after"], "efficiency": a.report["after"]["efficiency"] + 1e-9}
+
+    diff(a, dataclasses.replace(planned(seed=3), report={**a.report, "after": stats}), tmp_path)
+
+    assert "efficiency" not in capsys.readouterr().out
+
+
 def test_diff_of_equal_plans_is_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff(planned(), planned(), tmp_path) == 0
     assert capsys.readouterr().out.endswith("\nthe plans are equal\n")
@@ -429,6 +440,11 @@ def test_settings_come_from_a_file_and_are_overridden(lengths: Path) -> None:
             "3\n",
             ["--set", "sequence_len"],
             "'sequence_len' is no setting: write KEY=VALUE, as in sequence_len=4096",
+        ),
+        (
+            "3\n",
+            ["--set", "sequence_len=8", "seed=1", "--set", "sequence_len=4"],
+            "setting 'sequence_len' is given twice: leave one out",
         ),
         (
             "3\n",

@@ -113,13 +113,18 @@ def run(args: argparse.Namespace) -> int:
 def _make(args: argparse.Namespace) -> None:
     """Plans an epoch and saves it. Equal inputs make equal files."""
     config = multipack.Config() if args.config is None else multipack.Config.from_yaml(args.config)
+    settings: dict[str, Any] = {}
+    for key, value in map(_setting, args.set):
+        if key in settings:
+            raise CliError(f"setting {key!r} is given twice: leave one out")
+        settings[key] = value
     plan = multipack.plan(
         _numbers(args.lengths),
         _label_counts(args),
         config,
         epoch=args.epoch,
         split=args.split,
-        **dict(map(_setting, args.set)),
+        **settings,
     )
     plan.save(args.plan)
     _print(plan)

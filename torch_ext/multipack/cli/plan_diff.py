@@ -76,9 +76,9 @@ def changes(a: multipack.Plan, b: multipack.Plan) -> Iterator[str]:
         elif len(batches_a) == len(batches_b) and not a.index.equal(b.index):
             yield "order: microbatches have the same rows, but not in the same order within"
     for name in _STATISTICS:
-        before, after = (getattr(plan.stats.after, name) for plan in (a, b))
+        before, after = (_plain(getattr(plan.stats.after, name)) for plan in (a, b))
         if before != after:
-            yield f"{name.replace('_', ' ')}: {_plain(before)} in A, {_plain(after)} in B"
+            yield f"{name.replace('_', ' ')}: {before} in A, {after} in B"
 
 
 def _plain(value: Any) -> str:
