@@ -176,9 +176,16 @@ def test_evaluation_has_its_own_batch_size_and_leaves_nothing_out() -> None:
     assert [len(row) for row in rows_of(made)] == [2, 2, 2, 1]
 
 
-def test_a_single_incomplete_microbatch_is_an_empty_plan_and_a_warning() -> None:
+@pytest.mark.parametrize("sequentially", [False, True])
+def test_a_single_incomplete_microbatch_is_an_empty_plan_and_a_warning(sequentially: bool) -> None:
     with pytest.warns(UserWarning) as caught:
-        made = plan([9], sequence_len=10, micro_batch_size=2, multipack_real_batches=True)
+        made = plan(
+            [9],
+            sequence_len=10,
+            micro_batch_size=2,
+            multipack_real_batches=True,
+            sample_packing_sequentially=sequentially,
+        )
 
     assert [str(warning.message) for warning in caught] == [
         "no complete microbatch, so the plan is empty: 1 rows, but a microbatch needs 2; "
@@ -745,14 +752,20 @@ def test_a_missing_plan_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [{"sequence_len": 16}, {"align_samples_to": 8}, {"pad_to_multiple_of": 8}, {"seed": 1}],
+    [
+        {"sequence_len": 16},
+        {"align_samples_to": 8},
+        {"pad_to_multiple_of": 8},
+        {"seed": 1},
+        {"balance_labels": True},
+    ],
     ids=repr,
 )
 def test_plans_of_other_settings_have_other_digests(keys: dict[str, Any]) -> None:
     lengths = [3, 5, 2, 4, 7]
 
-    assert plan(lengths, sequence_len=8).digest != (
-        plan(lengths, None, Config(sequence_len=8), **keys).digest
+    assert plan(lengths, lengths, sequence_len=8).digest != (
+        plan(lengths, lengths, Config(sequence_len=8), **keys).digest
     )
 
 
@@ -771,6 +784,16 @@ def test_a_plan_prints_short() -> None:
         == repr(made)
     )
     json.dumps(made.report)
+
+
+def test_balancing_without_label_counts_says_what_it_goes_by() -> None:
+    with pytest.warns(UserWarning) as caught:
+        plan([3, 4, 5] * 5, sequence_len=8, balance_labels=True)
+
+    assert [str(warning.message) for warning in caught] == [
+        "balance_labels has no label counts to go by, so every token counts as supervised; give "
+        "label_counts where prompts are masked"
+    ]
 
 
 def test_label_counts_are_of_labels_that_enter_the_loss() -> None:

@@ -97,7 +97,10 @@ def test_balancing_stays_inside_a_buffer_and_loses_nothing(seeded: np.random.Gen
 
 
 def test_a_small_stream_is_packed_as_it_can_be() -> None:
-    assert len(ids(stream([7, 6, 2, 5], sequence_len=10))) == 3
+    batches = ids(stream([7, 6, 2, 5], sequence_len=10))
+
+    assert len(batches) == 3
+    assert sorted(samples_of(batches)) == [0, 1, 2, 3]
 
 
 def test_sequential_packing_keeps_the_order_of_the_stream_across_buffers() -> None:
