@@ -4,7 +4,8 @@
 //! The right one for almost everything: on long-tailed lengths it meets the lower bound to the row.
 //! Without a limit of samples it needs at most 11/9 of the fewest rows possible, and a constant
 //! (Johnson, 1974). It is weak where no small samples are left to fill gaps, for example when every
-//! length is between a quarter and a half of the capacity.
+//! length is between a quarter and a half of the capacity. The table in
+//! [`super`] has it beside the others.
 //!
 //! Lengths are small integers with a huge multiplicity, so nothing is done sample by sample until
 //! the very end:

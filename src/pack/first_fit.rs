@@ -3,7 +3,7 @@
 //! The right one when rows should be made in the (shuffled) order of arrival, without favouring any
 //! length: a row is a nearly random sample of the data. At most 1.7 times the optimal number of
 //! rows (Dósa and Sgall, 2013); on the usual long-tailed lengths within half a per cent of the
-//! bound.
+//! bound. The table in [`super`] has it beside the others.
 //!
 //! The naive search looks at every open row, which is quadratic when rows stay nearly full. Here
 //! the rows are the leaves of a tree whose inner nodes hold the largest free space below them: the

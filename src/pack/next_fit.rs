@@ -3,7 +3,8 @@
 //! The right one when the order of the samples has to be kept (curricula, documents cut into
 //! pieces); wasteful otherwise, since a row is closed by the first item that does not fit.
 //! Without a limit of samples it never makes more than twice the optimal number of rows, because two
-//! neighbouring rows together hold more than the capacity. O(n), one pass.
+//! neighbouring rows together hold more than the capacity. The table in
+//! [`super`] has it beside the others. O(n), one pass.
 
 use super::{Arrival, Bounds, Rows};
 
