@@ -10,8 +10,10 @@
   beside other ways to the same mask.
 - Block lists for FlexAttention stand beside torch's own `create_block_mask`.
 
-Runs alternate, and the fastest of each counts, so that a busy machine spoils one round and not one
-contestant. Memory is new in every run, as it is in training. Every answer is compared.
+Runs alternate, in another order each round, and the fastest of each counts, so that a busy machine
+spoils one round and not one contestant. Memory is new in every run and the processor's own caches
+hold something else, as in training: otherwise the second to read the same samples would find them
+there. Every answer is compared.
 
 The others: pip install -r benches/python/requirements.txt
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import random
 import sys
 import types
 import warnings
@@ -43,8 +46,11 @@ def compete(title: str, contestants: list[Contestant], rounds: int) -> None:
     for contestant in contestants:
         contestant.time()  # the first run loads and compiles
         contestant.seconds.clear()
+    elsewhere = torch.empty(16 << 20, dtype=torch.uint8)
+    order = random.Random(0)
     for _ in range(rounds):
-        for contestant in contestants:
+        for contestant in order.sample(contestants, len(contestants)):
+            elsewhere.fill_(0)
             contestant.time()
     own = min(contestants[0].seconds)
     print(f"\n{title:52}{'ms':>10}{'of ours':>10}")
@@ -112,7 +118,7 @@ def flat(tokens: int, rounds: int, results: Results) -> None:
     op = torch.ops.multipack.collate.default
     contestants = [
         ours,
-        # Without the function that has types and defaults, which costs 10 to 20 us.
+        # Without the function that has types and defaults.
         contestant(
             "multipack, the op alone",
             lambda: op(ids, offsets, index, row_offsets, labels=labels),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,11 @@ _ATTENTION = ("none", *_MASKS, "flash", "varlen", "flex", "multipack")
 _MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BORDERS = ("cu_seqlens", "cu_seqlens_padded")
 _ROW = (list, tuple)  # built once: list | tuple is a new object for each sample
+# What the op takes an option to be that it is not given.
+_DEFAULTS = {
+    argument.name: argument.default_value
+    for argument in torch.ops.multipack.collate.default._schema.arguments
+}
 _OUTPUTS = (*_BORDERS, "max_seqlen", "segment_ids", "seq_idx", "shift_labels")
 
 
@@ -395,11 +400,14 @@ def lay_out(
     return _finished(collator, made)
 
 
-def _options(collator: Collator, longest: int) -> dict[str, Any]:
-    """Return the options of the op for a batch whose longest sample has so many tokens."""
+def _options(collator: Collator, longest: int) -> ops.CollateOptions:
+    """Return the options of the op for a batch whose longest sample has so many tokens.
+
+    Without those at their default, which torch would take longer to read.
+    """
     config, window = collator.config, collator.window
     dense = collator.attention in _MASKS and not isinstance(window, dict)
-    return {
+    options = {
         "row_len": capacity(config, collator.split) if config.pad_to_sequence_len else 0,
         "max_sample_len": longest if collator.cut_tail else config.sequence_len or 0,
         "pad_to_multiple_of": config.pad_to_multiple_of,
@@ -413,6 +421,8 @@ def _options(collator: Collator, longest: int) -> dict[str, Any]:
         "window": None if isinstance(window, dict) else window,
         "mask_dtype": collator.dtype,
     }
+    changed = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    return cast("ops.CollateOptions", changed)
 
 
 def _finished(collator: Collator, made: ops.Batch) -> dict[str, Any]:
