@@ -60,11 +60,11 @@ const MOST_LEAPS: usize = 64;
 /// Samples in all of them, because each looks at every one: rows of thousands would take seconds.
 const LEAPS_SAMPLES: usize = 1 << 18;
 
-/// What the variance of a step's labels falls by at least where ranks are not to wait longer, so
-/// their spread to a quarter: labels go before waits. (Four samples to a padded microbatch, four ranks
-/// and no accumulation: the labels of a step vary by 36 % before, by 8.4 % with the waits as they
-/// were, by 6.0 % where ranks wait 4 % longer.)
-const EVEN: i128 = 16;
+/// Ranks wait no longer than before if the labels of steps can then be brought to half of their spread,
+/// or to twice of what else could be had: a quarter, and four times, of the variance. (Four samples to
+/// a padded microbatch, four ranks and no accumulation: the labels of a step vary by 36 % before, by
+/// 8.4 % with the waits as they were, by 6.0 % where ranks wait 4 % longer.)
+const FOR_WAITS: i128 = 4;
 
 /// Balances a training schedule.
 pub(crate) fn balance(
@@ -135,6 +135,19 @@ pub(crate) fn balance(
         return;
     }
 
+    let finish = |work: &Work, order: Vec<u32>| {
+        let mut work = work.clone();
+        steps::even_steps(&mut work, &order, step);
+        let loads = loads(&work, shape, layout, config);
+        let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
+        let step_labels = Unevenness::of([moved.clone()], step).step_labels;
+        let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
+        (work.lost() == given.lost() && after.is_within(&before, by_cost)).then_some(Finished {
+            work,
+            order,
+            step_labels,
+        })
+    };
     // Few samples may come out worse; then less is done, or nothing.
     for bold in [true, false] {
         let mut work = given.clone();
@@ -151,40 +164,42 @@ pub(crate) fn balance(
         // Steps for cost may be too uneven in labels; then those for labels, if ranks wait no longer.
         let composed_for: &[bool] = if by_cost { &[true, false] } else { &[false] };
         for &for_cost in composed_for {
-            let mut orders = Vec::new();
             let arranged = match for_cost {
                 true => arrange::by_cost(weights, frame, stream),
                 false => arrange::by_labels(weights, frame, stream),
             };
-            let waits_longer = arrange::waits(&arranged, weights, world) > most_waits;
-            if world == step && waits_longer {
-                let (most_tokens, mut stream) = (complete_before.step_tokens, stream.clone());
-                let order = arrange::by_waits(weights, frame, most_tokens, most_waits, &mut stream);
-                if arrange::waits(&order, weights, world) <= most_waits {
-                    let most_step_labels = complete_before.step_labels / EVEN;
-                    orders.push((order, if by_cost { i128::MAX } else { most_step_labels }));
+            let no_longer = |order: &[u32]| arrange::waits(order, weights, world) <= most_waits;
+            let arranged_waits_no_longer = no_longer(&arranged);
+            let finished = finish(&work, arranged);
+            if world == step && !arranged_waits_no_longer {
+                let most_tokens = complete_before.step_tokens;
+                let order = arrange::by_waits(weights, frame, most_tokens, most_waits, stream);
+                let waiting = Some(order).filter(|order| no_longer(order));
+                if let Some(other) = waiting.and_then(|order| finish(&work, order)) {
+                    let is_even_enough = |finished: &Finished| {
+                        other.step_labels <= FOR_WAITS * finished.step_labels
+                            || FOR_WAITS * other.step_labels <= complete_before.step_labels
+                    };
+                    if by_cost || finished.as_ref().is_none_or(is_even_enough) {
+                        return put(&other.work, &other.order);
+                    }
                 }
             }
-            if !(by_cost && waits_longer) {
-                orders.push((arranged, i128::MAX));
-            }
-            for (order, most_step_labels) in orders {
-                let mut work = work.clone();
-                steps::even_steps(&mut work, &order, step);
-                let loads = loads(&work, shape, layout, config);
-                let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
-                let complete_after = Unevenness::of([moved.clone()], step);
-                let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
-                if work.lost() == given.lost()
-                    && after.is_within(&before, by_cost)
-                    && complete_after.step_labels <= most_step_labels
-                {
-                    put(&work, &order);
-                    return;
-                }
+            if let Some(finished) = finished
+                && (arranged_waits_no_longer || !by_cost)
+            {
+                return put(&finished.work, &finished.order);
             }
         }
     }
+}
+
+/// A schedule that is nowhere more uneven than the given one, and the variance of the labels of its
+/// complete steps.
+struct Finished {
+    work: Work,
+    order: Vec<u32>,
+    step_labels: i128,
 }
 
 /// Exchanges sets of samples between rows, as often as that pays. Where there are few microbatches
