@@ -31,7 +31,8 @@ pub(crate) trait Source: Sync {
     /// The ids of all samples.
     fn len(&self) -> usize;
 
-    /// Copies as many ids of a segment's sample as `to` holds, from its first on.
+    /// Copies as many ids of a segment's sample as `to` holds, from its first on. Never called for
+    /// padding, which has no sample.
     fn read(&self, segment: &Segment, to: &mut [i64]);
 }
 
@@ -191,10 +192,12 @@ impl Layout {
                 out = rest;
                 count_up(self.position_start, this.position_ids);
                 let (real, padding) = this.split_at(segment.copied);
-                tokens.read(segment, real.input_ids);
-                labels.read(segment, real.labels);
-                if let (true, [first, ..]) = (mask_first_label, &mut *real.labels) {
-                    *first = IGNORED_LABEL;
+                if segment.copied > 0 {
+                    tokens.read(segment, real.input_ids);
+                    labels.read(segment, real.labels);
+                    if mask_first_label {
+                        real.labels[0] = IGNORED_LABEL;
+                    }
                 }
                 real.segment_ids.fill(segment.id);
                 padding.input_ids.fill(pad_token_id);

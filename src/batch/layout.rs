@@ -72,9 +72,9 @@ impl Default for LayoutOptions {
 /// A run of tokens whose positions count up without a break: a sample in its slot, or padding.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
-    /// Which sample it is; 0 for padding.
+    /// Which sample it is; 0 for padding, which is no sample and must not be looked up.
     pub sample: usize,
-    /// Where the sample begins in the flat tokens.
+    /// Where the sample begins in the flat tokens; 0 for padding.
     pub source: usize,
     /// Tokens taken from there; 0 for padding.
     pub copied: usize,

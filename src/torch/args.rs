@@ -12,7 +12,6 @@ use super::handle::Dense;
 use crate::{Error, Result};
 
 const INTEGERS: &str = "an integer dtype such as torch.int64";
-const ONE_DIMENSION: &str = "one-dimensional";
 
 /// Torch's numbers of the dtypes that tch has no name for.
 const UINT16: i32 = 27;
@@ -37,18 +36,17 @@ impl Ids {
 /// One-dimensional integers, as int64.
 pub(super) fn integers(name: &str, tensor: &Tensor) -> Result<Dense> {
     on_cpu(name, tensor)?;
-    shape(name, tensor, &[1], ONE_DIMENSION)?;
+    one_dimension(name, tensor)?;
     to_int64(name, tensor)
 }
 
 /// Integers of one row or of several, as int64, with the number of rows and their length.
 pub(super) fn integer_rows(name: &str, tensor: &Tensor) -> Result<(Dense, usize, usize)> {
     on_cpu(name, tensor)?;
-    shape(name, tensor, &[1, 2], "(length,) or (rows, length)")?;
-    let size = tensor.size();
-    let (rows, row_len) = match size[..] {
+    let (rows, row_len) = match tensor.size()[..] {
         [row_len] => (1, row_len),
-        _ => (size[0], size[1]),
+        [rows, row_len] => (rows, row_len),
+        _ => return Err(wrong_shape(name, tensor, "(length,) or (rows, length)")),
     };
     Ok((to_int64(name, tensor)?, rows as usize, row_len as usize))
 }
@@ -56,7 +54,7 @@ pub(super) fn integer_rows(name: &str, tensor: &Tensor) -> Result<(Dense, usize,
 /// One-dimensional token ids or labels.
 pub(super) fn ids(name: &str, tensor: &Tensor) -> Result<Ids> {
     on_cpu(name, tensor)?;
-    shape(name, tensor, &[1], ONE_DIMENSION)?;
+    one_dimension(name, tensor)?;
     match tensor.f_kind() {
         Ok(Kind::Int) => Ok(Ids::I32(Dense::new(tensor)?)),
         Ok(Kind::Int64) => Ok(Ids::I64(Dense::new(tensor)?)),
@@ -67,7 +65,7 @@ pub(super) fn ids(name: &str, tensor: &Tensor) -> Result<Ids> {
 /// One-dimensional bools.
 pub(super) fn bools(name: &str, tensor: &Tensor) -> Result<Dense> {
     on_cpu(name, tensor)?;
-    shape(name, tensor, &[1], ONE_DIMENSION)?;
+    one_dimension(name, tensor)?;
     match tensor.f_kind() {
         Ok(Kind::Bool) => Dense::new(tensor),
         kind => Err(wrong_dtype(name, kind, "torch.bool")),
@@ -77,7 +75,7 @@ pub(super) fn bools(name: &str, tensor: &Tensor) -> Result<Dense> {
 /// One-dimensional values of any dtype that tch knows.
 pub(super) fn values(name: &str, tensor: &Tensor) -> Result<(Dense, Kind)> {
     on_cpu(name, tensor)?;
-    shape(name, tensor, &[1], ONE_DIMENSION)?;
+    one_dimension(name, tensor)?;
     Ok((
         Dense::new(&tensor.f_resolve_conj()?.f_resolve_neg()?)?,
         tensor.f_kind()?,
@@ -88,12 +86,7 @@ pub(super) fn values(name: &str, tensor: &Tensor) -> Result<(Dense, Kind)> {
 pub(super) fn single(name: &str, tensor: &Tensor, kind: Kind) -> Result<Dense> {
     on_cpu(name, tensor)?;
     if tensor.numel() != 1 {
-        let (name, found) = (name.into(), tensor.size());
-        return Err(Error::TensorShape {
-            name,
-            found,
-            expected: "a single value",
-        });
+        return Err(wrong_shape(name, tensor, "a single value"));
     }
     match tensor.f_kind() {
         Ok(found) if found == kind => Dense::new(tensor),
@@ -135,15 +128,19 @@ fn on_cpu(name: &str, tensor: &Tensor) -> Result<()> {
     }
 }
 
-fn shape(name: &str, tensor: &Tensor, ranks: &[usize], expected: &'static str) -> Result<()> {
-    if ranks.contains(&tensor.dim()) {
-        return Ok(());
+fn one_dimension(name: &str, tensor: &Tensor) -> Result<()> {
+    match tensor.dim() {
+        1 => Ok(()),
+        _ => Err(wrong_shape(name, tensor, "one-dimensional")),
     }
-    Err(Error::TensorShape {
+}
+
+fn wrong_shape(name: &str, tensor: &Tensor, expected: &'static str) -> Error {
+    Error::TensorShape {
         name: name.into(),
         found: tensor.size(),
         expected,
-    })
+    }
 }
 
 fn wrong_dtype(name: &str, found: Result<Kind, TchError>, expected: &'static str) -> Error {

@@ -184,7 +184,7 @@ pub fn pack_values(
         row_offsets.as_slice()?,
         options,
     )?;
-    // Only the size of an element matters for moving it.
+    // Only the size of an element matters for moving it; `as_slice` refuses any other.
     match kind.elt_size_in_bytes() {
         1 => place::<u8>(&layout, &values, &pad, kind),
         2 => place::<u16>(&layout, &values, &pad, kind),
@@ -194,6 +194,7 @@ pub fn pack_values(
     }
 }
 
+/// `pad` is one value, as [`args::single`] has found.
 fn place<T: Plain>(layout: &Layout, values: &Dense, pad: &Dense, kind: Kind) -> Result<Tensor> {
     let mut out = Fresh::<T>::new(&[layout.rows() as i64, layout.row_len() as i64], kind)?;
     layout.fill_values(
@@ -275,7 +276,7 @@ where
     )?;
 
     let mut max_seqlen = Fresh::<i32>::new(&[], Kind::Int)?;
-    max_seqlen.as_mut_slice()[0] = layout.max_seqlen();
+    max_seqlen.as_mut_slice()[0] = layout.max_seqlen(); // no dimensions: one value
     let attention_mask = match options.attention_mask {
         Some(dtype) => mask::allocate_and_fill(
             segment_ids.as_mut_slice(),

@@ -82,6 +82,7 @@ fn widened(values: &[u32], threads: usize) -> Result<Tensor> {
     /// Values for one part of the work: fewer are done before a thread is woken.
     const PART: usize = 1 << 18;
     let mut fresh = Fresh::<i64>::new(&[values.len() as i64], Kind::Int64)?;
+    // As long as the values, so that both are cut in the same places.
     let parts = fresh.as_mut_slice().chunks_mut(PART);
     let parts: Vec<(&mut [i64], &[u32])> = parts.zip(values.chunks(PART)).collect();
     parallel::for_each(threads, parts, |(places, values)| {
