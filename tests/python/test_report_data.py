@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -270,10 +271,11 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
     ("line", "text"),
     [
         ('{"text": "a"', "not JSON: Expecting ',' delimiter at column 13"),
-        ("[1]", "expected an integer in a record, found a list"),
-        ("-5", "expected 0 or more in a record, found -5"),
-        ("true", "expected an integer in a record, found a boolean"),
-        ('{"length": 1.5}', "expected an integer in `length`, found a number"),
+        ("[1]", "expected an object or a length, found a list"),
+        ("1.5", "expected an object or a length, found 1.5"),
+        ("-5", "expected 0 or more in a length, found -5"),
+        ("true", "expected an integer in a length, found a boolean"),
+        ('{"length": 1.5}', "expected an integer in `length`, found 1.5"),
         (
             '{"length": 3, "label_count": "2"}',
             "expected an integer in `label_count`, found a string",
@@ -282,6 +284,7 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
         ('{"input_ids": "abc"}', "expected a list in `input_ids`, found a string"),
         ('{"input_ids": [1, "2"]}', "expected integers in `input_ids`, found a string"),
         ('{"input_ids": [1, [2]]}', "expected integers in `input_ids`, found a list"),
+        ('{"input_ids": [1, 2.5]}', "expected integers in `input_ids`, found 2.5"),
         ('{"input_ids": null, "labels": []}', "`input_ids` is null"),
         (
             '{"input_ids": [1, 2], "labels": [1]}',
@@ -293,11 +296,14 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
         ),
         ('{"messages": "hi"}', "expected a list in `messages`, found a string"),
         ('{"messages": [{"role": "user"}]}', "`messages[0]` has no `content`"),
-        (
-            '{"question": "a", "answer": "b"}',
-            "expected `input_ids`, `length`, `messages`, `prompt` and `completion`, or `text`, "
-            "found `question`, `answer`; if they have other names, give --column, as in --column "
-            "prompt=instruction --column completion=output",
+        *(
+            (
+                json.dumps(dict.fromkeys(keys, "a")),
+                "expected `input_ids`, `length`, `messages`, `prompt` and `completion`, or `text`, "
+                f"found `{keys[0]}`, `{keys[1]}`; if they have other names, give --column, as in "
+                "--column prompt=instruction --column completion=output",
+            )
+            for keys in (("question", "answer"), ("prompt", "response"))
         ),
         (
             '{"length": 3}',
@@ -414,8 +420,24 @@ def save_table(path: Path, **columns: Any) -> None:
         ),
         (
             "a.json",
-            lambda path: path.write_text('{"long": 3}'),
-            "{path}: record 0: expected an integer in `length`, found a string" + MEND,
+            lambda path: path.write_text('{"3": 4, "long": 3}'),
+            "{path}: record 1: expected an integer in `length`, found a string" + MEND,
+        ),
+        (
+            "a.json",
+            lambda path: path.write_text('{"train": [{"length": 3}]}'),
+            "{path}: expected a list of records, or a histogram whose keys are lengths, found the "
+            "key `train`",
+        ),
+        (
+            "a.jsonl.gz",
+            lambda path: path.write_bytes(gzip.compress(b'{"length": 3}')),
+            "{path} is compressed by gzip: gunzip it first",
+        ),
+        (
+            "a.parquet",
+            lambda path: save_table(path, prompt=["a", None], completion=["b", None]),
+            "{path}: row 1: null in `prompt` and `completion`" + MEND,
         ),
         (
             "a.json",
@@ -441,7 +463,7 @@ def save_table(path: Path, **columns: Any) -> None:
             lambda path: datasets.DatasetDict(
                 {name: datasets.Dataset.from_list(NUMBERS) for name in ("train", "test")}
             ).save_to_disk(path),
-            "{path} has the splits train, test: choose one with --split",
+            "{path} has the splits train, test: name one of them, as in {path}/train",
         ),
     ],
 )

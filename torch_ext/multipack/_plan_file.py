@@ -69,6 +69,15 @@ def read(path: str | PathLike[str]) -> tuple[dict[str, Array], Config, dict[str,
     return arrays, config, report
 
 
+def is_plan(path: str | PathLike[str]) -> bool:
+    """Whether a file has the members of a saved plan, whatever is in them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {f"{name}.npy" for name in (*TENSORS, "header")} <= set(archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+
+
 def checksum(header: bytes, arrays: Mapping[str, Array]) -> bytes:
     """Hash what a saved plan holds; a file that was cut or edited has another."""
     digest = hashlib.blake2b(header, digest_size=16)

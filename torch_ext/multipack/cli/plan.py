@@ -1,30 +1,36 @@
-"""Plans epochs into files, shows and compares them, and checks them against the lengths.
+"""Plans epochs into files, shows and compares them, and checks them against the data.
 
-  multipack plan make lengths.npy epoch0.plan --set sequence_len=4096 world_size=8
+  multipack plan make chats.jsonl epoch0.plan --sequence-len 4096 --world-size 8
   multipack plan show epoch0.plan
-  multipack plan show epoch0.plan lengths.npy --rank 3 --microbatch 17
-  multipack plan verify epoch0.plan lengths.npy
+  multipack plan show epoch0.plan chats.jsonl --rank 3 --microbatch 17
+  multipack plan verify epoch0.plan chats.jsonl
   multipack plan diff epoch0.plan other.plan
 
-Numbers are read from .npy files, from .json files that hold one list, and from any other file with
-one number on each line, .jsonl among them.
+DATA is what `multipack report` reads, by the same options. Samples are numbered as they are read,
+so a record that cannot be used ends the command: there is no passing over it.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import multipack
-from multipack._arrays import shown
+from multipack._plan_file import is_plan
 
+from . import reading, settings
 from ._errors import CliError
-from .data import BadRecordError, parse_json
-from .settings import value_of
+
+if TYPE_CHECKING:
+    from .sources import Lengths
+
+# From so many samples on, planning takes more than a moment, and says that it has begun.
+_MANY = 5_000_000
 
 HELP = "make, show, verify and compare plans as files"
 
@@ -34,30 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     make = actions.add_parser("make", help="plan an epoch and save it", description=_make.__doc__)
-    make.add_argument("lengths", type=Path, metavar="LENGTHS", help="tokens of each sample")
+    make.usage = "%(prog)s DATA [DATA ...] PLAN [options] [settings]"
+    _add_data(make, "+")
     make.add_argument("plan", type=Path, metavar="PLAN", help="the file to write")
-    make.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings, which override those of --config",
-    )
-    make.add_argument("--config", type=Path, metavar="FILE.yaml", help="settings and nothing else")
     make.add_argument("--epoch", type=int, default=0, help="from 0 (default: %(default)s)")
     make.add_argument("--split", choices=("train", "eval"), default="train")
-    _add_label_counts(make)
+    settings.add_settings(make)
 
     show = actions.add_parser("show", help="print a saved plan", description=_show.__doc__)
     show.add_argument("plan", type=Path, metavar="PLAN")
-    show.add_argument(
-        "lengths",
-        type=Path,
-        nargs="?",
-        metavar="LENGTHS",
-        help="tokens of each sample, to draw a microbatch",
-    )
+    _add_data(show, "*")
     show.add_argument("--rank", type=int, default=0, help="whose (default: %(default)s)")
     show.add_argument("--microbatch", type=int, default=0, help="which (default: %(default)s)")
     show.add_argument(
@@ -69,21 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser("verify", help="check a saved plan", description=_verify.__doc__)
     verify.add_argument("plan", type=Path, metavar="PLAN")
-    verify.add_argument("lengths", type=Path, metavar="LENGTHS", help="tokens of each sample")
-    _add_label_counts(verify)
+    _add_data(verify, "+")
 
     diff = actions.add_parser("diff", help="compare two saved plans", description=_diff.__doc__)
     diff.add_argument("a", type=Path, metavar="A")
     diff.add_argument("b", type=Path, metavar="B")
 
 
-def _add_label_counts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--label-counts",
-        type=Path,
-        metavar="FILE",
-        help="supervised tokens of each sample (default: every token is)",
-    )
+def _add_data(parser: argparse.ArgumentParser, count: str) -> None:
+    text = "files of one kind, or a folder" + (", to draw a microbatch" if count == "*" else "")
+    parser.add_argument("data", nargs=count, type=Path, metavar="DATA", help=text)
+    reading.add_reading(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
             code = action(args)
     except BrokenPipeError:
         raise
-    except (OSError, ValueError, TypeError, IndexError) as error:
+    except OSError as error:
+        raise CliError(f"{error.filename}: {error.strerror or error}") from error
+    except (ValueError, TypeError, IndexError) as error:
         raise CliError(str(error)) from error
     for warning in told:
         print(f"note: {warning.message}")
@@ -112,26 +102,43 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> None:
     """Plans an epoch and saves it. Equal inputs make equal files."""
-    config = multipack.Config() if args.config is None else multipack.Config.from_yaml(args.config)
-    settings: dict[str, Any] = {}
-    for key, value in map(_setting, args.set):
-        if key in settings:
-            raise CliError(f"setting {key!r} is given twice: leave one out")
-        settings[key] = value
+    config = settings.read_settings(args)
+    _check_target(args.plan)
+    data = _read(args, config)
     plan = multipack.plan(
-        _numbers(args.lengths),
-        _label_counts(args),
+        data.lengths,
+        data.label_counts,
         config,
+        label_starts=data.label_starts,
         epoch=args.epoch,
         split=args.split,
-        **settings,
     )
     plan.save(args.plan)
     _print(plan)
 
 
+def _check_target(path: Path) -> None:
+    """Checks that a plan may be written there, before the work: data that were named last stay."""
+    if path.is_dir() or (path.is_file() and not is_plan(path)):
+        raise CliError(
+            f"{path} is there, and is no plan: name DATA, and after it the file to write, or "
+            "remove it"
+        )
+    if not path.parent.is_dir():
+        raise CliError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def _read(args: argparse.Namespace, config: multipack.Config) -> Lengths:
+    data, notes = reading.read_data(args.data, args, config)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    if len(data.lengths) >= _MANY:
+        print(f"planning {len(data.lengths):,} samples", file=sys.stderr)
+    return data
+
+
 def _show(args: argparse.Namespace) -> None:
-    """Prints what a saved plan is, and its statistics; with the lengths, draws a microbatch.
+    """Prints what a saved plan is, and its statistics; with the data, draws a microbatch.
 
     The drawing has a letter for each sample and X for padding, first padded and then as planned.
     """
@@ -139,11 +146,11 @@ def _show(args: argparse.Namespace) -> None:
 
     plan = multipack.load_plan(args.plan)
     _print(plan)
-    if args.lengths is None:
+    if not args.data:
         return
     if args.scale is not None and args.scale < 1:
         raise ValueError(f"--scale is {args.scale}, but must be 1 or more")
-    lengths = np.asarray(_numbers(args.lengths))
+    lengths = np.asarray(_read(args, plan.config).lengths)
     _check_lengths(plan, lengths, args)
     print()
     print("\n".join(drawing.draw(plan, lengths, args.rank, args.microbatch, args.scale)))
@@ -157,7 +164,8 @@ def _check_lengths(plan: multipack.Plan, lengths: Any, args: argparse.Namespace)
         config = plan.config.replace(balance_labels=False)
         fresh = multipack.plan(lengths, config=config, epoch=epoch, split=split)
     if fresh.report["inputs"]["lengths"] != plan.report["inputs"]["lengths"]:
-        raise ValueError(f"{args.plan} was made from other lengths than those of {args.lengths}")
+        where = ", ".join(map(str, args.data))
+        raise ValueError(f"{args.plan} was made from other lengths than those of {where}")
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -167,7 +175,8 @@ def _verify(args: argparse.Namespace) -> None:
     every rank has as many microbatches; and a fresh plan is equal to it. Exit code 2 if not.
     """
     plan = multipack.load_plan(args.plan)
-    plan.verify(_numbers(args.lengths), _label_counts(args))
+    data = _read(args, plan.config)
+    plan.verify(data.lengths, data.label_counts, label_starts=data.label_starts)
     print(f"{args.plan} is the plan of these samples: digest {plan.digest}")
 
 
@@ -206,53 +215,3 @@ def _print(plan: multipack.Plan) -> None:
 def _headline(plan: multipack.Plan) -> str:
     report = plan.report
     return f"{plan.digest}  {report['layout']}, {report['split']}, epoch {report['epoch']}"
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    """Reads KEY=VALUE."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise CliError(f"{text!r} is no setting: write KEY=VALUE, as in sequence_len=4096")
-    return key, value_of(value)
-
-
-def _label_counts(args: argparse.Namespace) -> Any:
-    return None if args.label_counts is None else _numbers(args.label_counts)
-
-
-def _numbers(path: Path) -> Any:
-    """Reads a file of integers."""
-    if path.suffix == ".npy":
-        try:
-            # Mapped, for what is only read would take as much memory as the header says.
-            numbers = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(numbers, np.ndarray):
-                raise TypeError("an archive of several arrays")
-            return numbers
-        except OSError:
-            raise
-        except Exception as error:  # NumPy raises many classes for what is no array
-            raise CliError(
-                f"{path} is not a NumPy array of numbers, or only a part of one"
-            ) from error
-    if path.suffix == ".json":
-        try:
-            return parse_json(path.read_bytes())
-        except BadRecordError as error:
-            raise CliError(f"{path} is {error}") from error
-    lines = path.read_text(encoding="utf-8").splitlines()
-    try:
-        return [int(line) for line in lines]
-    except ValueError:
-        wrong = next(number for number, line in enumerate(lines, 1) if not _is_integer(line))
-        raise CliError(
-            f"line {wrong} of {path} is {shown(lines[wrong - 1])}, but must be an integer"
-        ) from None
-
-
-def _is_integer(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True

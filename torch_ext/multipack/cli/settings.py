@@ -53,9 +53,43 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
                 help=shown,
             )
             if is_bool:
-                option(action=argparse.BooleanOptionalAction)
+                option(action=_OneBool)
             else:
-                option(type=value_of, metavar="VALUE")
+                option(action=_One, type=value_of, metavar="VALUE")
+
+
+class _One(argparse.Action):
+    """Keeps a value, and refuses a second one, in whichever spelling."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        _check_first(self, namespace)
+        setattr(namespace, self.dest, values)
+
+
+class _OneBool(argparse.BooleanOptionalAction):
+    """The same for a bool."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        _check_first(self, namespace)
+        super().__call__(parser, namespace, values, option_string)
+
+
+def _check_first(action: argparse.Action, namespace: argparse.Namespace) -> None:
+    # No option has a default, so what is there was given.
+    if hasattr(namespace, action.dest):
+        raise argparse.ArgumentError(action, "given twice: leave one out")
 
 
 def _dashed(name: str) -> str:
@@ -66,20 +100,23 @@ def read_settings(args: argparse.Namespace) -> Config:
     """The settings of the file, overridden by the options.
 
     Raises:
-        CliError: The file cannot be read, or settings are refused.
+        CliError: The file cannot be read, settings are refused, or `sequence_len` is missing.
     """
     names = [field.name for field in dataclasses.fields(Config)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     path = args.config or args.axolotl
     try:
         if args.axolotl is not None:
-            return axolotl.from_yaml(path, **given).config
-        config = Config() if path is None else Config.from_yaml(path)
-        return config.replace(**given)
+            config = axolotl.from_yaml(path, **given).config
+        else:
+            config = (Config() if path is None else Config.from_yaml(path)).replace(**given)
     except OSError as error:
         raise CliError(f"{path}: {error.strerror or error}") from error
     except (TypeError, ValueError) as error:
         raise CliError(str(error)) from error
+    if config.sequence_len is None:
+        raise CliError("sequence_len is not set: give --sequence-len, the most tokens of a sample")
+    return config
 
 
 def value_of(text: str) -> Any:

