@@ -1,9 +1,9 @@
 """Real models do with packed samples what they do with each alone: logits, loss, gradients.
 
 One check, `check_equals_alone`, judges every route by which transformers' models can be told where
-samples end, on the families of the README's table, with random weights in fp32. A check is only
-worth something if it can fail, so a section feeds it batches that leak in the ways in which public
-training code has leaked, and wants it to notice.
+samples end, on families of docs/without-flash-attention.md, with random weights in fp32. A check is
+only worth something if it can fail, so a section feeds it batches that leak in the ways in which
+public training code has leaked, and wants it to notice.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def test_the_oldest_versions_are_those_of_the_test_set_up_and_of_the_extras() ->
     )
 
 
-def test_the_readme_names_the_versions_of_both_set_ups() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_of_versions_names_those_of_both_set_ups() -> None:
+    text = (ROOT / "docs" / "install.md").read_text("utf-8")
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
     oldest, newest = pins("requirements-min.txt"), pins("requirements.txt")
 
