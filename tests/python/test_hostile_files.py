@@ -617,7 +617,7 @@ def packed_zeros(path: Path, mebibytes: int) -> Path:
         (
             "a.jsonl",
             '{"length": 1, "count": 1e999}',
-            ":1: expected an integer in `count`, found 1.5",
+            ":1: expected an integer in `count`, found inf",
         ),
         (
             "a.jsonl",

@@ -70,6 +70,21 @@ def test_settings_come_from_an_axolotl_yaml(
     assert (found["sequence_len"], found["sample_packing_algorithm"]) == (64, "first_fit")
 
 
+def test_what_an_axolotl_yaml_may_mean_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lengths(tmp_path / "data.npz")
+    config = tmp_path / "config.yml"
+    config.write_text("sequence_len: 64\nsample_packing: true\nflash_atention: true\n")
+
+    assert main(["report", str(path), "--axolotl", str(config)]) == 0
+
+    assert (
+        f"note: {config}: flash_atention is ignored; did you mean flash_attention?\n"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -84,7 +99,11 @@ def test_settings_come_from_an_axolotl_yaml(
             "argument --config: not allowed with argument --axolotl; see `multipack report --help`",
         ),
         (["--config", "none.yml"], "none.yml: No such file or directory"),
-        (["--config", "wrong.yml"], "unknown setting 'sequnce_len', did you mean 'sequence_len'?"),
+        (
+            ["--config", "wrong.yml"],
+            "wrong.yml: unknown setting 'sequnce_len', did you mean 'sequence_len'? (an Axolotl "
+            "YAML is for --axolotl)",
+        ),
         (["--sequence-len", "8", "--sample=-1"], "--sample is -1, but must be 0 or more"),
         (
             ["--sequence-len", "8", "--column", "text"],

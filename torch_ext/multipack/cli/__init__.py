@@ -9,10 +9,11 @@ stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import multipack
 
@@ -25,8 +26,22 @@ COMMANDS = {"demo": demo, "plan": plan, "report": report}
 class _Parser(argparse.ArgumentParser):
     """argparse, but a wrong option is one sentence as every other error, without the usage text."""
 
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        # Of nested parsers the innermost has the last word, and knows the options.
+        self.set_defaults(parser=self)
+
     def error(self, message: str) -> NoReturn:
         raise CliError(f"{message}; see `{self.prog} --help`")
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Raises for what no parser knows, and names the option that it may have been."""
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        self.error(
+            f"unrecognized arguments: {' '.join(unknown)}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 if the user interrupted; 141 if nobody reads on.
     """
     try:
-        args = _parser().parse_args(argv)
+        args, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            args.parser.refuse(unknown)
         code: int | None = args.run(args)
         sys.stdout.flush()
     except CliError as error:

