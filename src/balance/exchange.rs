@@ -21,7 +21,7 @@
 //! |---|---|---|---|
 //! | level alone | 20.5 % of the mean | 2.5 % | 0.2 % |
 //! | with one round of exchanges | 19.1 % | 0.8 % | 0.1 % |
-//! | with two | 18.9 % | 0.4 % | 0.04 % |
+//! | with two | 18.9 % | 0.3 % | 0.04 % |
 //! | no schedule can get below | 18.4 % | 0 | 0 |
 //!
 //! By blocks of microbatches, each by itself, so that memory stays bounded and threads can share the

@@ -170,23 +170,23 @@ pub(crate) fn balance(
             };
             let no_longer = |order: &[u32]| arrange::waits(order, weights, world) <= most_waits;
             let arranged_waits_no_longer = no_longer(&arranged);
-            let finished = finish(&work, arranged);
             if world == step && !arranged_waits_no_longer {
                 let most_tokens = complete_before.step_tokens;
                 let order = arrange::by_waits(weights, frame, most_tokens, most_waits, stream);
                 let waiting = Some(order).filter(|order| no_longer(order));
                 if let Some(other) = waiting.and_then(|order| finish(&work, order)) {
-                    let is_even_enough = |finished: &Finished| {
-                        other.step_labels <= FOR_WAITS * finished.step_labels
-                            || FOR_WAITS * other.step_labels <= complete_before.step_labels
-                    };
-                    if by_cost || finished.as_ref().is_none_or(is_even_enough) {
+                    let enough = |labels: i128| FOR_WAITS * other.step_labels <= labels;
+                    let near = |best: Finished| other.step_labels <= FOR_WAITS * best.step_labels;
+                    if by_cost
+                        || enough(complete_before.step_labels)
+                        || finish(&work, arranged.clone()).is_none_or(near)
+                    {
                         return put(&other.work, &other.order);
                     }
                 }
             }
-            if let Some(finished) = finished
-                && (arranged_waits_no_longer || !by_cost)
+            if (arranged_waits_no_longer || !by_cost)
+                && let Some(finished) = finish(&work, arranged)
             {
                 return put(&finished.work, &finished.order);
             }
