@@ -474,6 +474,71 @@ def test_trainers_for_something_else_are_refused_by_name(
     assert str(error.value).startswith(f"{name} is a trainer for {what}, but multipack packs")
 
 
+def test_they_are_refused_before_their_own_errors(tmp_path: Path) -> None:
+    """A trainer for preferences would first ask for pairs, or fail at the collator."""
+
+    class DPOTrainer(Trainer):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise KeyError("chosen")
+
+    with pytest.raises(ValueError, match="DPOTrainer is a trainer for preferences, but multipack"):
+        packed(tmp_path, kind=type("Mine", (PackedTrainer, DPOTrainer), {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            transformers.LlamaForSequenceClassification,
+            "LlamaForSequenceClassification learns one label for each sample, as reward models do, "
+            "but multipack packs and balances the samples of causal language models",
+        ),
+        (
+            transformers.LlamaForTokenClassification,
+            "LlamaForTokenClassification learns classes of tokens, but multipack packs and "
+            "balances the samples of causal language models",
+        ),
+    ],
+)
+def test_models_that_learn_something_else_are_refused(
+    kind: type, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as error:
+        packed(tmp_path, model=kind(trainer_runs.tiny_llama().config))
+    assert str(error.value) == text
+
+
+class OwnLoss(torch.nn.Module):
+    """A model that is not told how many tokens a step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = trainer_runs.tiny_llama()
+        self.config = self.model.config
+
+    def forward(self, input_ids: Any, labels: Any, position_ids: Any, attention_mask: Any) -> Any:
+        """Run the model."""
+        return self.model(
+            input_ids=input_ids,
+            labels=labels,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+        )
+
+
+def test_a_model_that_cannot_weigh_tokens_over_a_step_is_told(tmp_path: Path) -> None:
+    given = {"data_collator": Collator(attention="bool")}
+    with pytest.warns(UserWarning) as told:
+        packed(tmp_path, model=OwnLoss(), given=given, gradient_accumulation_steps=4)
+    assert str(told[0].message) == (
+        "OwnLoss takes no num_items_in_batch, so the loss of a step is the mean of its 4 "
+        "microbatches' means, and tokens in a microbatch with few labels weigh more than others: "
+        "give the model's forward a **kwargs that reaches its loss, give compute_loss_func, or "
+        "balance_labels, with which they differ little"
+    )
+    packed(tmp_path, model=OwnLoss(), given=given)  # one microbatch is its own step
+
+
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
@@ -495,6 +560,8 @@ def test_streams_and_other_collators_are_refused(tmp_path: Path) -> None:
     stream = datasets.Dataset.from_list(trainer_runs.chats(4)).to_iterable_dataset()
     with pytest.raises(TypeError, match="the data set is a stream, but a plan needs indices"):
         packed(tmp_path, stream, max_steps=1)
+    with pytest.raises(TypeError, match="the data set is a stream, but a plan needs indices"):
+        packed(tmp_path, iter(trainer_runs.chats(4)), max_steps=1)
     with pytest.raises(TypeError, match="data_collator is a function, but the batches of a plan"):
         packed(tmp_path, given={"data_collator": lambda batch: batch})
 

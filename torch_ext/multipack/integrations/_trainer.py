@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Container, Iterator
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,14 @@ _OTHER_TRAINERS = {
     "reinforcement learning": ("PPO", "GRPO", "RLOO", "GMPO", "A2PO", "OnlineDPO", "NashMD", "XPO"),
     "distillation": ("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
     "diffusion": ("Diffusion", "DDPO"),
+}
+
+# What models learn instead of the next token, as transformers names their losses.
+_OTHER_LOSSES = {
+    "ForMaskedLM": "masked tokens",
+    "ForQuestionAnswering": "spans of answers",
+    "ForSequenceClassification": "one label for each sample, as reward models do",
+    "ForTokenClassification": "classes of tokens",
 }
 
 # Attention whose tensors have a part for each row.
@@ -135,6 +144,10 @@ class PackedTrainer(Trainer):
         TypeError: If the collator is another one, or a data set is not map-style.
         ValueError: If an argument of the trainer, or the kind of trainer or model, excludes a plan;
             the text names it.
+
+    Warns:
+        UserWarning: If a step has several microbatches, and the model cannot be told how many
+            tokens they have together, so that its loss does not weigh all tokens alike.
     """
 
     def __init__(
@@ -153,6 +166,7 @@ class PackedTrainer(Trainer):
                 f"data_collator is a {type(data_collator).__name__}, but the batches of a plan are "
                 "made by a multipack.Collator: leave it out, or give one"
             )
+        _refuse_kind(type(self))  # before its own errors
         self._packing = config
         self._template = data_collator
         self._train_plan: MultipackBatchSampler | None = None
@@ -161,10 +175,11 @@ class PackedTrainer(Trainer):
         self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
         self._token_losses: list[torch.Tensor] | None = None
         super().__init__(model, args, **kwargs)
-        _refuse_kind(self)
+        _refuse_model(self.model)
         _refuse_arguments(self, config)
         for dataset in (self.train_dataset, *_each(self.eval_dataset)):
             _refuse_stream(dataset)
+        _warn_of_uneven_weights(self)
         self._collator("train")
         if self.eval_dataset is not None:
             self._collator("eval")
@@ -637,13 +652,13 @@ def _each(datasets_: Any) -> Iterator[Any]:
         yield datasets_
 
 
-def _refuse_kind(trainer: Trainer) -> None:
-    """Refuse trainers and models that do not learn single causal texts.
+def _refuse_kind(kind: type[Trainer]) -> None:
+    """Refuse trainers that do not learn single causal texts.
 
     Raises:
         ValueError: If it is one of them.
     """
-    for base in type(trainer).__mro__:
+    for base in kind.__mro__:
         for what, parts in _OTHER_TRAINERS.items():
             name = base.__name__
             if name.endswith("Trainer") and any(part in name for part in parts):
@@ -652,16 +667,49 @@ def _refuse_kind(trainer: Trainer) -> None:
                     "the samples of causal language-model training: use it with Trainer or "
                     "SFTTrainer"
                 )
-    config = getattr(trainer.model, "config", None)
+
+
+def _refuse_model(model: Any) -> None:
+    """Refuse models that do not learn the next token.
+
+    Raises:
+        ValueError: If it is one of them.
+    """
+    config, name = getattr(model, "config", None), type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(trainer.model).__name__} is an encoder with a decoder, but multipack packs the "
-            "samples of causal language models"
+            f"{name} is an encoder with a decoder, but multipack packs the samples of causal "
+            "language models"
         )
     if "diffusion" in getattr(config, "model_type", ""):
         raise ValueError(
-            f"{type(trainer.model).__name__} is a diffusion model, but multipack packs and "
-            "balances the samples of causal language models"
+            f"{name} is a diffusion model, but multipack packs and balances the samples of causal "
+            "language models"
+        )
+    learnt = _OTHER_LOSSES.get(getattr(model, "loss_type", None) or "")
+    if learnt is not None:
+        raise ValueError(
+            f"{name} learns {learnt}, but multipack packs and balances the samples of causal "
+            "language models"
+        )
+
+
+def _warn_of_uneven_weights(trainer: PackedTrainer) -> None:
+    """Warn of a model whose loss stays the mean of a microbatch, whatever the step has.
+
+    Warns:
+        UserWarning: If it is one, and a step has several microbatches.
+    """
+    args = trainer.args
+    microbatches = args.gradient_accumulation_steps * (args.world_size // trainer._peers)
+    told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if trainer.train_dataset is not None and microbatches > 1 and not told:
+        warnings.warn(
+            f"{type(trainer.model).__name__} takes no num_items_in_batch, so the loss of a step is "
+            f"the mean of its {microbatches} microbatches' means, and tokens in a microbatch with "
+            "few labels weigh more than others: give the model's forward a **kwargs that reaches "
+            "its loss, give compute_loss_func, or balance_labels, with which they differ little",
+            stacklevel=3,
         )
 
 
@@ -717,7 +765,8 @@ def _refuse_stream(dataset: Any) -> None:
     Raises:
         TypeError: If it is one.
     """
-    if isinstance(dataset, IterableDataset | datasets.IterableDataset):
+    streams = IterableDataset | datasets.IterableDataset
+    if isinstance(dataset, streams) or not (dataset is None or hasattr(dataset, "__getitem__")):
         raise TypeError(
             "the data set is a stream, but a plan needs indices: give a map-style data set, or "
             "train on multipack.StreamingMultipack in a loop of your own"
