@@ -63,6 +63,20 @@ def test_a_pass_that_was_given_up_takes_nothing_from_the_next(source: Any) -> No
     assert whole == ids(again)
 
 
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_pass_that_another_stream_gave_up_takes_nothing_either(shuffled: bool) -> None:
+    """A Hugging Face stream keeps the state of its last iteration, where none begins again."""
+    source = hugging_face()
+    if shuffled:
+        source = source.shuffle(seed=3, buffer_size=15)
+    whole = ids(stream(source))
+    ids(iter(stream(source)), 5)
+    made = stream(source)
+
+    assert whole[:5] == ids(iter(made), 5)
+    assert whole == ids(made)
+
+
 def test_a_stream_can_stop_twice_in_one_buffer() -> None:
     whole = ids(stream())
     seen: list[Any] = []

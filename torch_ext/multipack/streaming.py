@@ -203,8 +203,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         # The position that the next iteration begins with, and the one under way.
         self._start = _Pass()
         self._latest = self._start
-        # The state of the iterable before a pass that has not come to its end.
-        self._origin: Any = None
+        # Where the iterable began a pass that has not come to its end, in a list of one.
+        self._origin: list[Any] | None = None
         # The epoch that DataLoader workers have begun, in memory that they share with this process;
         # -1: none.
         self._begun_by_workers = torch.tensor(-1)
@@ -382,9 +382,9 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             if isinstance(self.iterable, _Stateful):
                 # It would go on from where a pass was given up, and samples would be lost.
                 if self._origin is None:
-                    self._origin = _state_of(self.iterable)
+                    self._origin = [_origin_of(self.iterable)]
                 else:
-                    self.iterable.load_state_dict(self._origin)
+                    self.iterable.load_state_dict(self._origin[0])
                 if state is not None:
                     self.iterable.load_state_dict(state)
                     return iter(self.iterable)
@@ -515,6 +515,17 @@ def _state_of(iterable: Iterable[Any]) -> Any:
             stacklevel=4,
         )
         return None
+
+
+def _origin_of(iterable: Iterable[Any]) -> Any:
+    """Return a copy of the state that the next iteration begins with.
+
+    It is what the streams of Hugging Face were told to begin with: their own state stays where the
+    last iteration stopped, though the next one starts anew.
+    """
+    if hasattr(iterable, "_starting_state_dict"):
+        return copy.deepcopy(iterable._starting_state_dict)
+    return _state_of(iterable)
 
 
 def _taken(sample: Any, number: int) -> Sample:
