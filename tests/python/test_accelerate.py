@@ -14,7 +14,14 @@ from accelerate import Accelerator, skip_first_batches
 from resume_cases import LAYOUTS
 from torch.utils.data import DataLoader, default_convert
 
-from multipack import Collator, Config, MultipackBatchSampler, PackedDataset, RowDataset
+from multipack import (
+    Collator,
+    Config,
+    MultipackBatchSampler,
+    PackedDataset,
+    RowDataset,
+    StreamingMultipack,
+)
 from multipack.integrations.accelerate import load_state_dict, prepare, set_epoch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -218,6 +225,20 @@ def test_a_loader_of_no_plan_is_refused() -> None:
         prepare(Accelerator(cpu=True), loader)
     with pytest.raises(TypeError, match="the DataLoader has no MultipackBatchSampler as its batch"):
         set_epoch(loader, 1)
+
+
+def test_a_stream_is_not_shared_out_twice() -> None:
+    """C78: Accelerate would deal the batches of this rank's stream out, or cut them up."""
+    accelerator = Accelerator(cpu=True)
+    _, plain = loader_of(accelerator)
+    stream = StreamingMultipack(SAMPLES, collator=plain.collate_fn)
+    with pytest.raises(ValueError) as error:
+        prepare(accelerator, plain, DataLoader(stream, batch_size=None))
+    assert str(error.value) == (
+        "a DataLoader has a StreamingMultipack, whose batches are this rank's already, and the "
+        "Accelerator would share them out again: leave the loader out, and move its batches to the "
+        "device"
+    )
 
 
 def test_the_last_metrics_of_a_pass_are_gathered_whole(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ left to guard against are settings that would cut batches up, and epochs, which 
 (`BatchSamplerShard`, the loaders of `skip_first_batches`) do not pass on to the sampler.
 
 For a `PackedDataset`, whose batches are finished, give
-``collate_fn=torch.utils.data.default_convert``.
+``collate_fn=torch.utils.data.default_convert``. The loader of a `StreamingMultipack` is used as it
+is: it has this rank's batches alone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from multipack.integrations._parallel import (
 from multipack.integrations._ranks import check_ranks
 from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
+from multipack.streaming import StreamingMultipack
 
 require("accelerate")
 
@@ -53,9 +55,17 @@ def prepare(accelerator: Any, *objects: Any, **keys: Any) -> Any:
     Raises:
         RuntimeError: If the ranks do not follow one plan.
         TypeError: If a `MultipackBatchSampler` is the loader's sampler and not its batch sampler.
-        ValueError: If no object is such a loader, or a setting excludes it; the text names it.
+        ValueError: If no object is such a loader, one is of a `StreamingMultipack`, or a setting
+            excludes it; the text names it.
     """
-    samplers = [_sampler_of(item) for item in objects if isinstance(item, DataLoader)]
+    loaders = [item for item in objects if isinstance(item, DataLoader)]
+    if any(isinstance(loader.dataset, StreamingMultipack) for loader in loaders):
+        raise ValueError(
+            "a DataLoader has a StreamingMultipack, whose batches are this rank's already, and the "
+            "Accelerator would share them out again: leave the loader out, and move its batches to "
+            "the device"
+        )
+    samplers = [_sampler_of(loader) for loader in loaders]
     found = [sampler for sampler in samplers if sampler is not None]
     if not found:
         raise ValueError(
