@@ -556,12 +556,17 @@ def test_models_that_are_not_causal_are_refused(
     assert str(error.value).startswith(text)
 
 
-def test_streams_and_other_collators_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_stream_to_evaluate_on_is_refused(named: bool, tmp_path: Path) -> None:
     stream = datasets.Dataset.from_list(trainer_runs.chats(4)).to_iterable_dataset()
-    with pytest.raises(TypeError, match="the data set is a stream, but a plan needs indices"):
-        packed(tmp_path, stream, max_steps=1)
-    with pytest.raises(TypeError, match="the data set is a stream, but a plan needs indices"):
-        packed(tmp_path, iter(trainer_runs.chats(4)), max_steps=1)
+    with pytest.raises(TypeError) as error:
+        packed(tmp_path, evaluation={"one": stream} if named else stream)
+    assert str(error.value) == (
+        "the data set is a stream, but an evaluation needs indices: give a map-style data set"
+    )
+
+
+def test_other_collators_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="data_collator is a function, but the batches of a plan"):
         packed(tmp_path, given={"data_collator": lambda batch: batch})
 

@@ -205,6 +205,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         self._latest = self._start
         # Where the iterable began a pass that has not come to its end, in a list of one.
         self._origin: list[Any] | None = None
+        # Microbatches of this rank in the latest pass that came to its end.
+        self._passed = 0
         # The epoch that DataLoader workers have begun, in memory that they share with this process;
         # -1: none.
         self._begun_by_workers = torch.tensor(-1)
@@ -369,7 +371,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             del buffer, samples, rows, plan
         # A newer iteration or a set_epoch has taken over otherwise.
         if self._latest is latest:
-            self._origin = None
+            self._origin, self._passed = None, mark.batches
             self._start = self._latest = _Pass(epoch=latest.epoch + 1, counts=latest.counts)
 
     def _source(self, epoch: int, mark: _Mark) -> Iterator[Mapping[str, Any]]:
@@ -473,6 +475,56 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
     def _identity(self) -> dict[str, Any]:
         """What the order of samples depends on, the samples aside."""
         return {"settings": order_settings(self.config, "train", streaming=True)}
+
+
+class Endless(IterableDataset[dict[str, Any]]):
+    """A stream, pass after pass as if it were one, for a trainer that counts steps and no epochs.
+
+    The order is that of a single process with any number of workers: each goes on in the next pass
+    with the microbatch whose turn it has. What gives nothing when it is read again, as a generator
+    does, has come to its end.
+
+    Args:
+        stream (StreamingMultipack): The passes.
+    """
+
+    def __init__(self, stream: StreamingMultipack) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield microbatches from the start of epoch 0.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        stream, info, before = self.stream, get_worker_info(), 0
+        for epoch in itertools.count():
+            shares = None if info is None else (info.id, info.num_workers, -before)
+            stream._go_to(_Pass(epoch=epoch, shares=shares))
+            yield from stream
+            if stream._passed == 0:
+                break
+            before += stream._passed
+        if before == 0:
+            raise ValueError(
+                "the stream gave no microbatch: what is retained of it does not fill one round of "
+                f"{stream.config.world_size} ranks, see its warnings"
+            )
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """Return the state after so many microbatches of this rank, as plain data."""
+        return {"version": _VERSION, **self.stream._identity(), "position": position}
+
+    def position_of(self, state: Mapping[str, Any]) -> int:
+        """Return how many microbatches of a rank are done in a state.
+
+        Raises:
+            TypeError: If it is no state.
+            ValueError: If it was saved with other settings; the text names each.
+        """
+        refuse_other_version(state, _VERSION)
+        refuse_differences(state, self.stream._identity())
+        return integer("position", state.get("position"), least=0)
 
 
 @contextlib.contextmanager

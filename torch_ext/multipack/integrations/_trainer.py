@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from multipack.integrations._parallel import (
 from multipack.integrations._ranks import check_ranks
 from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
+from multipack.streaming import Endless, StreamingMultipack
 
 require("accelerate", "datasets", "transformers")
 import datasets  # type: ignore[import-untyped] # noqa: E402
@@ -119,7 +120,10 @@ class PackedTrainer(Trainer):
         trainer.train(resume_from_checkpoint=True)
 
     Data sets hold `input_ids` and, if not every token is supervised, `labels`. Those of Hugging
-    Face are read in their Arrow buffers; other map-style data sets are read through once.
+    Face are read in their Arrow buffers; other map-style data sets are read through once. With
+    `max_steps`, the training data may be a stream, any iterable of samples: `StreamingMultipack`
+    packs it buffer by buffer, and it is read again when it ends. Every process reads all of it, and
+    a training that is resumed reads again what it had read.
 
     Sizes are the trainer's: `per_device_train_batch_size` (times the GPUs of a single process, less
     what `auto_find_batch_size` took off), the same for evaluation, `gradient_accumulation_steps`,
@@ -141,7 +145,7 @@ class PackedTrainer(Trainer):
         **kwargs: Further arguments of the Trainer.
 
     Raises:
-        TypeError: If the collator is another one, or a data set is not map-style.
+        TypeError: If the collator is another one, or data to evaluate on is not map-style.
         ValueError: If an argument of the trainer, or the kind of trainer or model, excludes a plan;
             the text names it.
 
@@ -170,6 +174,7 @@ class PackedTrainer(Trainer):
         self._packing = config
         self._template = data_collator
         self._train_plan: MultipackBatchSampler | None = None
+        self._train_stream: Endless | None = None  # in place of a plan
         self._epoch_plan: Plan
         self._microbatch = 0  # of this rank and epoch: the next to be trained on
         self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
@@ -177,7 +182,7 @@ class PackedTrainer(Trainer):
         super().__init__(model, args, **kwargs)
         _refuse_model(self.model)
         _refuse_arguments(self, config)
-        for dataset in (self.train_dataset, *_each(self.eval_dataset)):
+        for dataset in _each(self.eval_dataset):
             _refuse_stream(dataset)
         _warn_of_uneven_weights(self)
         self._collator("train")
@@ -190,6 +195,10 @@ class PackedTrainer(Trainer):
         """Return the loader of the training microbatches of this rank."""
         if self.train_dataset is None:
             loader: DataLoader[Any] = super().get_train_dataloader()  # has the error for it
+            return loader
+        self._train_plan = self._train_stream = None
+        if _is_stream(self.train_dataset):
+            loader, self._train_stream = self._stream_loader(self.train_dataset)
             return loader
         loader, self._train_plan = self._loader(self.train_dataset, "train")
         if len(self._train_plan) == 0:
@@ -267,11 +276,32 @@ class PackedTrainer(Trainer):
             split=split,
             fingerprint=fingerprint,
         )
+        return self._prepared(
+            _Microbatches(data), batch_sampler=sampler, collate_fn=collate
+        ), sampler
+
+    def _stream_loader(self, samples: Any) -> tuple[DataLoader[Any], Endless]:
+        """Return the loader of this rank's share of a stream."""
+        collator = self._collator("train")
+        keys: frozenset[str] | None = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            keys = frozenset(self._signature_columns or ())
+        stream = Endless(
+            StreamingMultipack(
+                samples,
+                collator.config,
+                rank=self.args.process_index // self._peers,
+                collator=_KeysCollated(collator, keys),
+            )
+        )
+        return self._prepared(stream, batch_size=None), stream
+
+    def _prepared(self, data: Dataset[Any], **options: Any) -> DataLoader[Any]:
+        """Return a loader of batches that are this rank's."""
         args = self.args
         loader: DataLoader[Any] = DataLoader(
-            _Microbatches(data),
-            batch_sampler=sampler,
-            collate_fn=collate,
+            data,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -282,6 +312,7 @@ class PackedTrainer(Trainer):
             worker_init_fn=partial(
                 seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
             ),
+            **options,
         )
         # The batches are this rank's own already: as if there were no other process.
         prepared: DataLoader[Any] = prepare_data_loader(
@@ -294,7 +325,7 @@ class PackedTrainer(Trainer):
             dispatch_batches=False,
             non_blocking=self.accelerator.non_blocking,
         )
-        return prepared, sampler
+        return prepared
 
     def _collator(self, split: Split) -> Collator:
         """Return what makes batches, with the settings that the trainer really has."""
@@ -362,6 +393,8 @@ class PackedTrainer(Trainer):
     def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> Any:
         """Count epochs and steps, as the Trainer does, of epochs that may differ in length."""
         values = list(super().set_initial_training_values(args, dataloader))
+        if self._train_stream is not None:
+            return tuple(values)  # one epoch of `max_steps`
         sampler = self._plan_of_training()
         if args.max_steps > 0:
             epochs = 1
@@ -377,17 +410,27 @@ class PackedTrainer(Trainer):
         return tuple(values)
 
     def _run_epoch(self, **kwargs: Any) -> None:  # type: ignore[override]
-        sampler = self._plan_of_training()
-        # The wrappers around it need not pass this on: here it is done.
-        sampler.set_epoch(kwargs["epoch"])
-        self._epoch_plan, self._microbatch = sampler.plan, 0
+        self._microbatch = 0
         if kwargs["resume_from_checkpoint"] and kwargs["epoch"] == kwargs["epochs_trained"]:
             self._microbatch = kwargs["steps_trained_in_current_epoch"]
-        kwargs["steps_in_epoch"] = len(sampler)
-        kwargs["num_update_steps_per_epoch"] = -(
-            -len(sampler) // self.args.gradient_accumulation_steps
-        )
+        if self._train_stream is None:
+            sampler = self._plan_of_training()
+            # The wrappers around it need not pass this on: here it is done.
+            sampler.set_epoch(kwargs["epoch"])
+            self._epoch_plan = sampler.plan
+            kwargs["steps_in_epoch"] = len(sampler)
+            kwargs["num_update_steps_per_epoch"] = -(
+                -len(sampler) // self.args.gradient_accumulation_steps
+            )
         super()._run_epoch(**kwargs)  # type: ignore[no-untyped-call]
+        if self._train_stream is not None and not self.control.should_training_stop:
+            warnings.warn(
+                f"the stream gives nothing when it is read again, so the training ends after "
+                f"{self.state.global_step} of {self.args.max_steps} steps: give an iterable that "
+                "starts anew, as data sets do, or set max_steps to less",
+                stacklevel=2,
+            )
+            self.control.should_training_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one microbatch, as the Trainer does, and count it."""
@@ -400,10 +443,16 @@ class PackedTrainer(Trainer):
             super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
             return
         # The Trainer would take the sum of the mask, which here has a row for each token.
-        self.state.num_input_tokens_seen += self._tokens(self._microbatch - 1)
+        self.state.num_input_tokens_seen += self._tokens(self._microbatch - 1, inputs)
 
-    def _tokens(self, number: int) -> int:
-        """Return the tokens of a number's microbatches of all ranks, padding not counted."""
+    def _tokens(self, number: int, inputs: Mapping[str, Any]) -> int:
+        """Return the tokens of a number's microbatches of all ranks.
+
+        Padding is not counted, unless they come from a stream, which does not tell it apart.
+        """
+        if self._train_stream is not None:
+            count = torch.tensor(inputs["input_ids"].numel(), device=self.accelerator.device)
+            return int(self.accelerator.gather(count).sum()) // self._peers
         sampler = self._plan_of_training()
         world = sampler.config.world_size
         rows = [row for rank in range(world) for row in self._epoch_plan[rank, number]]
@@ -460,19 +509,25 @@ class PackedTrainer(Trainer):
         trial: Any,
     ) -> tuple[int, int]:
         # All ranks come here; a loader may be asked for by one alone.
-        sampler = self._plan_of_training()
-        check_ranks(sampler, peers=self._peers)
+        stream = self._train_stream
+        check_ranks(
+            self._plan_of_training() if stream is None else stream.stream, peers=self._peers
+        )
         done: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if resume_from_checkpoint is None:
             return done
-        checkpoint = resume_from_checkpoint
-        state = _checkpoint.sampler_state(checkpoint) or {"epoch": self.state.epoch}
+        state = _checkpoint.sampler_state(resume_from_checkpoint)
+        if stream is not None:
+            if state is None or self.args.ignore_data_skip:
+                return done
+            return 0, stream.position_of(state)
+        state = state or {"epoch": self.state.epoch}
         if self.args.ignore_data_skip:
             epoch = state["epoch"]
             return (int(epoch) if epoch is not None else done[0]), 0
-        return sampler.position_of(state)
+        return self._plan_of_training().position_of(state)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self._get_output_dir(trial=trial))
@@ -501,7 +556,10 @@ class PackedTrainer(Trainer):
     def _finish_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            state = self._plan_of_training().state_dict(epochs=self.state.epoch or 0.0)
+            if self._train_stream is not None:
+                state = self._train_stream.state_at(self._microbatch)
+            else:
+                state = self._plan_of_training().state_dict(epochs=self.state.epoch or 0.0)
             _checkpoint.finish(folder, state)
 
     # Evaluation
@@ -585,6 +643,27 @@ class _Keys(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return {key: value for key, value in self.dataset[index].items() if key in self.keys}
+
+
+class _KeysCollated:
+    """A collator of samples of which the model takes some of the keys only; None: all."""
+
+    def __init__(self, collator: Collator, keys: frozenset[str] | None) -> None:
+        self.collator = collator
+        self.keys = keys
+
+    def __call__(self, batch: list[Any]) -> dict[str, Any]:
+        rows: list[Any] = [
+            self._kept(row) if isinstance(row, Mapping) else [self._kept(sample) for sample in row]
+            for row in batch
+        ]
+        return self.collator(rows)
+
+    def _kept(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        _refuse_other_labels(sample)
+        if self.keys is None:
+            return sample
+        return {key: value for key, value in sample.items() if key in self.keys}
 
 
 def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
@@ -738,6 +817,11 @@ def _refuse_arguments(trainer: PackedTrainer, config: Config) -> None:
             "padding_side to 'right'"
         )
     refuse_sequence_parallelism(trainer.get_sp_size())
+    if args.include_num_input_tokens_seen == "non_padding" and _is_stream(trainer.train_dataset):
+        raise ValueError(
+            "include_num_input_tokens_seen is 'non_padding', but the batches of a stream do not "
+            "tell what is padding: set it to 'all'"
+        )
     decided = {
         "micro_batch_size": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "eval_batch_size": ("per_device_eval_batch_size", args.per_device_eval_batch_size),
@@ -759,15 +843,20 @@ def _refuse_arguments(trainer: PackedTrainer, config: Config) -> None:
             )
 
 
+def _is_stream(dataset: Any) -> bool:
+    """Whether a data set has no indices."""
+    streams = IterableDataset | datasets.IterableDataset
+    has_indices = dataset is None or hasattr(dataset, "__getitem__")
+    return isinstance(dataset, streams) or not has_indices
+
+
 def _refuse_stream(dataset: Any) -> None:
-    """Refuse data sets without indices.
+    """Refuse data to evaluate on that has no indices.
 
     Raises:
-        TypeError: If it is one.
+        TypeError: If it has none.
     """
-    streams = IterableDataset | datasets.IterableDataset
-    if isinstance(dataset, streams) or not (dataset is None or hasattr(dataset, "__getitem__")):
+    if _is_stream(dataset):
         raise TypeError(
-            "the data set is a stream, but a plan needs indices: give a map-style data set, or "
-            "train on multipack.StreamingMultipack in a loop of your own"
+            "the data set is a stream, but an evaluation needs indices: give a map-style data set"
         )

@@ -32,7 +32,8 @@ class PackedSFTTrainer(PackedTrainer, SFTTrainer):
 
     What becomes of samples longer than the config's `sequence_len` is for its
     `excess_length_strategy` to say: they are dropped and counted, and with ``"truncate"`` cut as
-    the SFTTrainer would. It itself cuts nothing, so its `max_length` may not be less.
+    the SFTTrainer would. It itself cuts nothing, so its `max_length` may not be less. The
+    `num_tokens` that it logs are counted without padding, those of a stream with it.
 
     Args:
         model: As for the SFTTrainer.
@@ -86,6 +87,6 @@ class PackedSFTTrainer(PackedTrainer, SFTTrainer):
         )
         if model.training:
             # The SFTTrainer would take the sum of the mask, which here has a row for each token.
-            self._total_train_tokens = before + self._tokens(self._microbatch)
+            self._total_train_tokens = before + self._tokens(self._microbatch, inputs)
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return result
