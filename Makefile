@@ -28,10 +28,8 @@ endif
 # Threads that wait by spinning slow one another down wherever two programs share the cores.
 export OMP_WAIT_POLICY := passive
 
-# Without resume_hf: transformers 5.6 reads an optimizer back to the device cpu:0 where several
-# processes train on the CPU, which torch 2.13 does not know. One process is in hf_trainer.
-TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention hf_trainer \
-	lightning plan torchdata torchrun trl versions workers
+TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention hf_stream \
+	hf_trainer lightning plan resume_hf torchdata torchrun trl versions workers
 
 SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 	$(shell find src cpp -type f)
@@ -64,9 +62,10 @@ test-python: build
 test-resume: build
 	MULTIPACK_RESUME=all python -m pytest tests/python/test_resume*.py
 
-# The integrations with the oldest libraries that they work with.
+# The integrations with the oldest libraries that they work with. Where several processes train on
+# the CPU, transformers before 5.18 reads an optimizer back to the device cpu:0, unknown to torch.
 test-min: build .venv-min/requirements.stamp
-	.venv-min/bin/python -m pytest $(TESTED_WITH_OLDEST:%=tests/python/test_%.py)
+	ACCELERATE_TORCH_DEVICE=cpu .venv-min/bin/python -m pytest $(TESTED_WITH_OLDEST:%=tests/python/test_%.py)
 
 # The page of `multipack report` in a browser: needs Chromium, and fails without it.
 test-page: build
