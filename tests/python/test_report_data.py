@@ -307,7 +307,7 @@ MEND = "; mend it, or give --skip-bad to count such records and go on"
         ),
         (
             '{"length": 3}',
-            "it has none, and the samples before it have some: labels are for all or for none",
+            "it has no labels, but the samples before it have some: labels are for all or for none",
         ),
     ],
 )

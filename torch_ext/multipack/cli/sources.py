@@ -211,9 +211,10 @@ class _Reader:
         if self.has_labels is None:
             self.has_labels = found
         if self.has_labels != found:
-            now, before = ("has", "have none") if found else ("has none", "have some")
+            now, before = ("", "none") if found else ("no ", "some")
             raise BadRecordError(
-                f"it {now}, and the samples before it {before}: labels are for all or for none"
+                f"it has {now}labels, but the samples before it have {before}: labels are for all "
+                "or for none"
             )
 
     # Records.
