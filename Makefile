@@ -171,12 +171,14 @@ endif
 	.venv-min/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
-# The pinned torch, unless TORCH asks for another.
+# The pinned torch, unless TORCH asks for another, and then an older setuptools if that torch wants
+# it: 2.12 wants one below 82.
 $(VENV)/requirements.stamp: requirements.txt | tools
 	@echo "Installing torch and the rest of requirements.txt into $(VENV) (some gigabytes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sed '/^torch==$(TORCH)/!s/^torch==.*/torch==$(TORCH).*/' requirements.txt \
-		> $(VENV)/requirements.txt
+	sed -e '/^torch==$(TORCH)/!s/^torch==.*/torch==$(TORCH).*/' \
+		-e '$(TORCH:%=s/^setuptools==/setuptools>=77,<=/)' \
+		requirements.txt > $(VENV)/requirements.txt
 	python -m pip install --quiet --requirement $(VENV)/requirements.txt
 	touch $@
 
