@@ -195,9 +195,6 @@ at::ScalarType bits_of(const Tensor& values) {
 // imaginary parts; so the number goes there and back, and has to be what it was. For floats only
 // whether it is finite is compared, which is what rounding keeps.
 Tensor pad_of(const at::Scalar& pad, const Tensor& values) {
-  const bool has_imaginary_part = pad.isComplex() && pad.toComplexDouble().imag() != 0;
-  const at::Scalar number =
-      pad.isComplex() && !has_imaginary_part ? at::Scalar(pad.toComplexDouble().real()) : pad;
   const auto refuse_unless = [&](bool held) {
     TORCH_CHECK_VALUE(
         held,
@@ -207,8 +204,14 @@ Tensor pad_of(const at::Scalar& pad, const Tensor& values) {
         c10::getDtypeNames(values.scalar_type()).first,
         " cannot hold");
   };
-  // Before the cast, which would warn of what it drops.
-  refuse_unless(!has_imaginary_part || values.is_complex());
+  at::Scalar number = pad;
+  // Complex where the values are, and nowhere else: a cast that drops imaginary parts would warn.
+  if (values.is_complex()) {
+    number = pad.toComplexDouble();
+  } else if (pad.isComplex()) {
+    refuse_unless(pad.toComplexDouble().imag() == 0);
+    number = pad.toComplexDouble().real();
+  }
   const Tensor exact = at::scalar_tensor(number, at::TensorOptions().dtype(number.type()));
   const Tensor held = exact.to(values.scalar_type());
   const Tensor back = held.to(exact.scalar_type());
