@@ -264,7 +264,7 @@ def check_requirement(where: str, word: str) -> None:
     elif "==" in word:
         assert word in (ROOT / "requirements.txt").read_text("utf-8").split(), f"{where}: {word}"
     elif word != ".":
-        metadata.version(word)
+        metadata.version(re.split("[<>]", word)[0])
 
 
 def read_settings(block: Block) -> None:
