@@ -19,9 +19,9 @@ cp -r pyproject.toml tests "$folder/copy"
 for python; do
     "$python" -m venv "$folder/env"
     pip() { "$folder/env/bin/python" -m pip --quiet install "$@"; }
-    pip --no-deps "torch==$torch"
     pip filelock fsspec jinja2 networkx numpy pytest pyyaml sympy typing-extensions
-    ln -s "$nvidia" "$folder"/env/lib/python*/site-packages/nvidia
+    pip --no-deps "torch==$torch"
+    ln -s "$nvidia" "$folder"/env/lib/python*/site-packages/
     pip --no-deps "$wheel"
     "$folder/env/bin/python" --version
     (cd "$folder/copy/tests/python" &&
