@@ -1,17 +1,17 @@
 //! What twice as many samples cost: every strategy, on usual lengths and on the worst ones.
 //!
-//! `cargo bench --bench scaling` prints the seconds of processor time, of all threads, of a whole plan
-//! for half a million samples, and how many times as much one and two million take. It fails where
-//! doubling costs more than 2.3 times: all strategies are linear but for a logarithm and for what
-//! larger memory costs. The cheapest of some rounds counts, and the sizes take turns in each, so
-//! that a busy machine spoils a round and not a size. With `-- --test` each plan is made once, of
-//! few samples.
+//! `cargo bench --bench scaling` prints the seconds of processor time, of all threads, of a whole
+//! plan for half a million samples, and how many times as much one and two million take. It fails
+//! where doubling costs more than 2.3 times: all strategies are linear but for a logarithm and for
+//! what larger memory costs. The cheapest of some rounds counts, and the sizes take turns in each,
+//! so that a busy machine spoils a round and not a size. With `-- --test` each plan is made once,
+//! of few samples.
 //!
 //! Every plan gets its memory fresh from the system, as the first plan of a process does. The
 //! allocator of the C library would keep what small plans free and return what large ones free: the
 //! smaller of two sizes would then be spared the page faults that the larger one pays for, which
-//! alone makes up to 2.5 times out of 2.1 (next fit on *middle*). So the bench runs itself again with
-//! `MALLOC_MMAP_THRESHOLD_` set, which makes the allocator treat all sizes alike.
+//! alone makes up to 2.5 times out of 2.1 (next fit on *middle*). So the bench runs itself again
+//! with `MALLOC_MMAP_THRESHOLD_` set, which makes the allocator treat all sizes alike.
 //!
 //! *Half* is the worst case of a search through all open rows: every sample needs a row of its own.
 //! *Ones* makes the longest rows, *long* leaves gaps that nothing fills.

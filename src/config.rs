@@ -107,7 +107,8 @@ choices! {
 choices! {
     /// What happens to rows that do not fill a round of all ranks.
     Incomplete {
-        /// They are left out: others each epoch, but for sequential packing, which leaves out the end.
+        /// They are left out: others each epoch, but for sequential packing, which leaves out the
+        /// end.
         Drop = "drop",
         /// The fullest rows are split until a round is full.
         Split = "split",

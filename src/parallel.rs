@@ -2,8 +2,8 @@
 //!
 //! [`for_each`] hands a list of independent parts to a pool of threads and waits. The parts are cut
 //! by the caller and own disjoint pieces of the output, so that the answer cannot depend on how
-//! many threads there are or which of them comes first. With one thread, or one part, everything runs
-//! on the calling thread and no pool is ever built.
+//! many threads there are or which of them comes first. With one thread, or one part, everything
+//! runs on the calling thread and no pool is ever built.
 //!
 //! # Why a pool of our own
 //!

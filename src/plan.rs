@@ -131,9 +131,9 @@ impl Report {
 ///
 /// # Errors
 ///
-/// A negative length, a label count outside its (retained) sample, arrays of different lengths, an over-long
-/// sample under `raise`, settings without a `sequence_len`, and fewer complete microbatches than
-/// ranks.
+/// A negative length, a label count outside its (retained) sample, arrays of different lengths, an
+/// over-long sample under `raise`, settings without a `sequence_len`, and fewer complete
+/// microbatches than ranks.
 ///
 /// # Complexity
 ///
@@ -424,7 +424,8 @@ fn bounds(config: &Config, split: Split) -> Result<Bounds> {
     })
 }
 
-/// Rows of all samples, by the settings' layout. `counted` are the samples to be packed, if they are.
+/// Rows of all samples, by the settings' layout. `counted` are the samples to be packed, if they
+/// are.
 fn lay_rows(
     counted: Option<&Items<Range<u32>>>,
     samples: &Samples,

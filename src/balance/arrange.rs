@@ -1,13 +1,13 @@
 //! Arrange: which rank runs which microbatch when.
 //!
-//! Ranks wait for one another after every microbatch, so those that run at the same time should cost
-//! the same. Inside a step the microbatches are sorted by cost, and every `world` neighbours make a
-//! microstep: no other division has a smaller sum of the largest costs. The microsteps of one step
-//! go up in size and those of the next go down, so that a rank's next microbatch is close to its
-//! last. Where the costs are the same to a hundredth, the rank with the fewest labels so far gets the
-//! microbatch with the most, as long as the sizes of a rank's microbatches change no more in all than
-//! in the order that was there; elsewhere the ranks change sides at random. So none is the heavy one.
-//! O(n log n).
+//! Ranks wait for one another after every microbatch, so those that run at the same time should
+//! cost the same. Inside a step the microbatches are sorted by cost, and every `world` neighbours
+//! make a microstep: no other division has a smaller sum of the largest costs. The microsteps of
+//! one step go up in size and those of the next go down, so that a rank's next microbatch is close
+//! to its last. Where the costs are the same to a hundredth, the rank with the fewest labels so far
+//! gets the microbatch with the most, as long as the sizes of a rank's microbatches change no more
+//! in all than in the order that was there; elsewhere the ranks change sides at random. So none is
+//! the heavy one. O(n log n).
 
 use super::groups::{Unit, even_groups};
 use super::microsteps;
@@ -98,8 +98,8 @@ pub(super) fn waits(order: &[u32], loads: &[Load], world: usize) -> f64 {
     sum / (order.len() / world).max(1) as f64
 }
 
-/// Orders the microbatches of each step for the ranks. They do not wait longer than in the order that
-/// was given, and the sizes of their microbatches do not change more.
+/// Orders the microbatches of each step for the ranks. They do not wait longer than in the order
+/// that was given, and the sizes of their microbatches do not change more.
 pub(super) fn inside_steps(order: &mut [u32], loads: &[Load], frame: Frame, stream: &mut Stream) {
     let Frame { world, step, .. } = frame;
     let given = order.to_vec();
@@ -202,10 +202,10 @@ fn even_ranks(order: &mut [u32], loads: &[Load], frame: Frame, given_jumps: i64)
     }
 }
 
-/// As [`by_labels`], but what ranks do at the same time costs the same to begin with: sorted by cost
-/// over the whole epoch, every `world` neighbours make a microstep, and steps are made of these. Their
-/// order is left to chance, and where that makes the sizes of a rank's microbatches change more than
-/// before, it is that of their costs, up in one step and down in the next.
+/// As [`by_labels`], but what ranks do at the same time costs the same to begin with: sorted by
+/// cost over the whole epoch, every `world` neighbours make a microstep, and steps are made of
+/// these. Their order is left to chance, and where that makes the sizes of a rank's microbatches
+/// change more than before, it is that of their costs, up in one step and down in the next.
 pub(super) fn by_cost(loads: &[Load], frame: Frame, stream: &mut Stream) -> Vec<u32> {
     let Frame { world, step, .. } = frame;
     let mut order: Vec<u32> = (0..loads.len() as u32).collect();

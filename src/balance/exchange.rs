@@ -13,9 +13,9 @@
 //! ```
 //!
 //! Where one of the two rows has space left, its set may also be the shorter one by as much, or
-//! empty: then samples move into the space, at best half of it, so that two rows share it. No row goes over its capacity, no padding is added, and
-//! the tokens of the two microbatches do not get more uneven. What comes into rows of many short
-//! samples, level evens out afterwards.
+//! empty: then samples move into the space, at best half of it, so that two rows share it. No row
+//! goes over its capacity, no padding is added, and the tokens of the two microbatches do not get
+//! more uneven. What comes into rows of many short samples, level evens out afterwards.
 //!
 //! | 100,000 lognormal lengths, labels of a microbatch | one row of 4096 | one row of 16384 | four rows of 4096 |
 //! |---|---|---|---|
@@ -29,7 +29,8 @@
 
 use std::ops::Range;
 
-use super::{Work, change};
+use super::change;
+use super::work::Work;
 use crate::order::Stream;
 use crate::pack::Bounds;
 use crate::parallel;
@@ -115,8 +116,8 @@ pub(super) fn equal_sums(work: &mut Work, shape: Shape, threads: usize) -> usize
     exchanges.len()
 }
 
-/// Makes an exchange that chance picks out, whatever it does to the labels; from elsewhere a search may
-/// end lower. Returns whether one was found.
+/// Makes an exchange that chance picks out, whatever it does to the labels; from elsewhere a search
+/// may end lower. Returns whether one was found.
 pub(super) fn at_random(work: &mut Work, shape: Shape, stream: &mut Stream) -> bool {
     let rows = Table::of(work, shape);
     let search = Search::of(&rows, 0..work.totals.len(), 0.0);

@@ -12,10 +12,11 @@
 //!
 //! The best schedule is the one whose microbatches are most even in labels; of several, the one
 //! whose steps are; of these, the one in which ranks wait least. All of them have the rows, the
-//! capacity, the limit on samples (or, not packed, their number) and no more padding than the given one, and none whose steps are
-//! more uneven in labels or in tokens counts. (So where a little less spread over microbatches would
-//! cost the steps any, it is not taken.) The given schedule is one of them. With
-//! `balance_cost: attention`, waiting comes before the labels of steps, and their tokens are free.
+//! capacity, the limit on samples (or, not packed, their number) and no more padding than the given
+//! one, and none whose steps are more uneven in labels or in tokens counts. (So where a little less
+//! spread over microbatches would cost the steps any, it is not taken.) The given schedule is one
+//! of them. With `balance_cost: attention`, waiting comes before the labels of steps, and their
+//! tokens are free.
 //!
 //! With eight samples that takes less than a millisecond as a rule. Where many schedules are equally
 //! good and it matters which sample comes first in a row, there are up to 100,000: 0.07 s.
@@ -23,10 +24,10 @@
 use std::cmp::{Ordering, Reverse};
 
 use super::arrange::Load;
-use super::exchange::Shape;
 use super::groups::Unit;
-use super::{Unevenness, Work};
-use crate::config::{BalanceCost, BatchLayout, Config};
+use super::work::Work;
+use super::{Given, Unevenness};
+use crate::config::BatchLayout;
 
 /// Most samples for which every schedule is tried.
 pub(super) const MOST_SAMPLES: usize = 8;
@@ -34,39 +35,23 @@ pub(super) const MOST_SAMPLES: usize = 8;
 /// many ranks has millions.
 pub(super) const MOST_REPEATS: usize = 1 << 8;
 
-/// What all schedules that are tried have in common.
-pub(super) struct Frame<'a> {
-    pub given: &'a Work,
-    /// The microbatches after those of `given`.
-    pub rest: &'a [Unit],
-    /// How uneven the given schedule is.
-    pub before: &'a Unevenness,
-    pub shape: Shape,
-    pub layout: BatchLayout,
-    pub config: &'a Config,
-    /// Data-parallel ranks.
-    pub world: usize,
-    /// Microbatches of a step.
-    pub step: usize,
-}
-
-/// The best schedule of the samples of `given`, its microbatches in the order of their steps.
-pub(super) fn best(frame: &Frame) -> Work {
-    let given = frame.given;
-    let batches = given.totals.len();
-    let rows = given.fronts.len();
-    let mut order: Vec<u32> = (0..given.items.len() as u32).collect();
-    order.sort_by_key(|&place| Reverse(given.labels[place as usize]));
+/// The best schedule of the given samples, its microbatches in the order of their steps.
+pub(super) fn best(given: &Given) -> Work {
+    let first = &given.work;
+    let batches = first.totals.len();
+    let rows = first.fronts.len();
+    let mut order: Vec<u32> = (0..first.items.len() as u32).collect();
+    order.sort_by_key(|&place| Reverse(first.labels[place as usize]));
     let row_as_given = |row| {
-        let mut places = given.row(row);
-        let leads = !given.leads.is_empty();
+        let mut places = first.row(row);
+        let leads = !first.leads.is_empty();
         Row {
             front: leads.then(|| places.next()).flatten(),
             others: places.collect(),
         }
     };
     let mut search = Search {
-        frame,
+        given,
         rows_per_batch: rows / batches.max(1),
         order,
         rows: (0..rows).map(row_as_given).collect(),
@@ -77,7 +62,7 @@ pub(super) fn best(frame: &Frame) -> Work {
     search.look(); // the given one is the first to beat
     search.rows.fill(Row::default());
     search.put(0);
-    let mut work = given.clone();
+    let mut work = first.clone();
     if let Some((_, rows)) = search.best {
         let rows = rows.iter().map(|row| row.places().collect());
         work.put_rows(&rows.collect::<Vec<_>>(), search.rows_per_batch);
@@ -127,7 +112,7 @@ impl Score {
 }
 
 struct Search<'a> {
-    frame: &'a Frame<'a>,
+    given: &'a Given<'a>,
     rows_per_batch: usize,
     /// The places in the order in which their samples are dealt.
     order: Vec<u32>,
@@ -151,7 +136,7 @@ impl Search<'_> {
             if !self.has_space(row, place) {
                 continue;
             }
-            if !self.frame.given.leads.is_empty() && self.rows[row].front.is_none() {
+            if !self.given.work.leads.is_empty() && self.rows[row].front.is_none() {
                 self.rows[row].front = Some(place);
                 self.put(next + 1);
                 self.rows[row].front = None;
@@ -163,20 +148,20 @@ impl Search<'_> {
     }
 
     fn has_space(&self, row: usize, place: u32) -> bool {
-        let bounds = self.frame.shape.bounds;
+        let bounds = self.given.shape.bounds;
         let count = self.rows[row].places().count();
-        let has_space = match self.frame.layout.is_packed() {
+        let has_space = match self.given.layout.is_packed() {
             true => {
                 count < bounds.limit as usize
                     && self.used(&self.rows[row]) + self.slot(place) <= bounds.capacity
             }
-            false => count < self.frame.given.row(row).len(),
+            false => count < self.given.work.row(row).len(),
         };
         if !has_space {
             return false;
         }
         // Of rows, microbatches and steps that are empty and alike, the first one will do.
-        let per_step = self.rows_per_batch * self.frame.step;
+        let per_step = self.rows_per_batch * self.given.step;
         [
             (1, self.rows_per_batch),
             (self.rows_per_batch, per_step),
@@ -197,8 +182,8 @@ impl Search<'_> {
 
     /// Whether two rows can hold the same samples.
     fn are_alike(&self, one: usize, other: usize) -> bool {
-        let count = |row| self.frame.given.row(row).len();
-        self.frame.layout.is_packed() || count(one) == count(other)
+        let count = |row| self.given.work.row(row).len();
+        self.given.layout.is_packed() || count(one) == count(other)
     }
 
     /// Whether no way of dealing the other samples can be as even in labels as the best schedule.
@@ -206,8 +191,8 @@ impl Search<'_> {
         let Some((best, _)) = &self.best else {
             return false;
         };
-        let given = self.frame.given;
-        let rest = || self.frame.rest.iter().map(|unit| unit.labels as f64);
+        let given = &self.given.work;
+        let rest = || self.given.rest.iter().map(|unit| unit.labels as f64);
         let mut totals: Vec<f64> = (self.rows.chunks(self.rows_per_batch))
             .map(|rows| rows.iter().map(|row| self.least_labels(row)).sum::<i64>() as f64)
             .collect();
@@ -225,14 +210,14 @@ impl Search<'_> {
             .map(|total| total.max(level).powi(2))
             .sum::<f64>()
             + rest().map(|labels| labels * labels).sum::<f64>();
-        let count = (totals.len() + self.frame.rest.len()) as f64;
+        let count = (totals.len() + self.given.rest.len()) as f64;
         let least = count * squares - (sum + rest().sum::<f64>()).powi(2);
         least > best.unevenness.batch_labels as f64 + 1e-9 * count * squares
     }
 
     /// The labels of a row, if whoever will lead it loses one where that can be.
     fn least_labels(&self, row: &Row) -> i64 {
-        let given = self.frame.given;
+        let given = &self.given.work;
         let labels = |place| i64::from(given.labels[place as usize]);
         let loses = match row.front {
             Some(front) => given.leads(front),
@@ -242,8 +227,8 @@ impl Search<'_> {
     }
 
     fn slot(&self, place: u32) -> u32 {
-        let length = self.frame.given.lengths[place as usize];
-        self.frame.shape.slot(length)
+        let length = self.given.work.lengths[place as usize];
+        self.given.shape.slot(length)
     }
 
     fn used(&self, row: &Row) -> u32 {
@@ -258,21 +243,21 @@ impl Search<'_> {
 
     /// Positions in the batch of these rows.
     fn size(&self, rows: &[Row]) -> u64 {
-        let (count, longest) = match self.frame.layout {
+        let (count, longest) = match self.given.layout {
             BatchLayout::Padded => {
                 let slots = rows[0].places().map(|place| self.slot(place));
                 (rows[0].places().count(), slots.max())
             }
             _ => (rows.len(), rows.iter().map(|row| self.used(row)).max()),
         };
-        self.frame.shape.size(count, longest.unwrap_or(0))
+        self.given.shape.size(count, longest.unwrap_or(0))
     }
 
     /// Keeps the schedule in which all samples stand in rows, if it is better than the best so far.
     fn look(&mut self) {
-        let frame = self.frame;
-        let given = frame.given;
-        let leads = !given.leads.is_empty();
+        let given = self.given;
+        let first = &given.work;
+        let leads = !first.leads.is_empty();
         if self
             .rows
             .iter()
@@ -281,28 +266,28 @@ impl Search<'_> {
         {
             return;
         }
-        let mut loads = Vec::with_capacity(given.totals.len());
+        let mut loads = Vec::with_capacity(first.totals.len());
         for rows in self.rows.chunks(self.rows_per_batch) {
             let labels = rows.iter().map(|row| self.least_labels(row)).sum();
             let places = rows.iter().flat_map(Row::places);
-            let lengths: Vec<u32> = places.map(|place| given.lengths[place as usize]).collect();
-            let (size, layout) = (self.size(rows), frame.layout);
-            loads.push(Load::of(labels, size, &lengths, layout, frame.config));
+            let lengths: Vec<u32> = places.map(|place| first.lengths[place as usize]).collect();
+            let (size, layout) = (self.size(rows), given.layout);
+            loads.push(Load::of(labels, size, &lengths, layout, given.config));
         }
         let units: Vec<Unit> = loads.iter().map(|load| load.unit).collect();
-        if Unit::sum(units.iter().copied()).labels != given.totals.iter().sum::<i64>() {
+        if Unit::sum(units.iter().copied()).labels != first.totals.iter().sum::<i64>() {
             return; // another number of first labels is lost
         }
-        let unevenness = Unevenness::of([units, frame.rest.to_vec()], frame.step);
-        let by_cost = frame.config.balance_cost == BalanceCost::Attention;
-        if !unevenness.is_within(frame.before, by_cost) {
+        let unevenness = Unevenness::of([units, given.rest.to_vec()], given.step);
+        let by_cost = given.by_cost();
+        if !unevenness.is_within(&given.before, by_cost) {
             return;
         }
-        let waits = loads.chunks_exact_mut(frame.step).map(|step| {
+        let waits = loads.chunks_exact_mut(given.step).map(|step| {
             step.sort_by(|a, b| a.cost.total_cmp(&b.cost));
             let largest = step
-                .chunks(frame.world)
-                .map(|microstep| microstep[frame.world - 1].cost);
+                .chunks(given.world)
+                .map(|microstep| microstep[given.world - 1].cost);
             largest.sum::<f64>()
         });
         let score = Score {

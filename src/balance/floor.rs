@@ -15,10 +15,10 @@
 //! which has neither high nor low samples, is then at most µ below the mean, and two microbatches
 //! with the same sum that hold one each are closer to one another, so they have a smaller sum of
 //! squares. Two low ones likewise: C − µ takes the place of µ. (Where there are not enough
-//! microbatches for each high and low sample to have one, no other may be left; then only (h₁ + h₂)² ≥
-//! h₁² + h₂² is used.) So the best that could be is one of them in each microbatch, at their bounds, and
-//! the others at one level, which brings the sum of deviations to zero. Those bounds that the level
-//! itself goes beyond are at the level too.
+//! microbatches for each high and low sample to have one, no other may be left; then only (h₁ +
+//! h₂)² ≥ h₁² + h₂² is used.) So the best that could be is one of them in each microbatch, at their
+//! bounds, and the others at one level, which brings the sum of deviations to zero. Those bounds
+//! that the level itself goes beyond are at the level too.
 //!
 //! For one row of 10 in each of two microbatches and samples of 10 tokens with 2 and 8 labels, µ is
 //! 5, the deviations are 3 and −3, and so is the floor. O(n log n).

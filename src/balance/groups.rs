@@ -6,15 +6,16 @@
 //! First each unit, most labels first, goes to the group with the fewest labels that has a place
 //! left: longest processing time first (Graham, 1969) with a bound on the number. Then the highest
 //! group and the lowest, the next to these, and so on inwards, swap the two units that bring both
-//! nearest to the mean, in labels and in tokens at once, each measured by its spread over the units.
-//! The rounds go in turn by labels and by tokens. On 100,000 samples the steps differ by a few labels
-//! after ten rounds, in a hundred thousand.
+//! nearest to the mean, in labels and in tokens at once, each measured by its spread over the
+//! units. The rounds go in turn by labels and by tokens. On 100,000 samples the steps differ by a
+//! few labels after ten rounds, in a hundred thousand.
 //!
 //! The sum of squares over the groups never grows, neither that of labels nor that of tokens: where
-//! the new groups are worse in one of them than the ones that were there, which happens for a handful
-//! of units only, those are kept, and only swaps that harm neither are made.
+//! the new groups are worse in one of them than the ones that were there, which happens for a
+//! handful of units only, those are kept, and only swaps that harm neither are made.
 //!
-//! O(n log n), and for each round O(n × units of a group), of which [`MOST_UNITS`] at most are tried.
+//! O(n log n), and for each round O(n × units of a group), of which [`MOST_UNITS`] at most are
+//! tried.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -142,7 +143,8 @@ fn refine(groups: &mut [Group], units: &[Unit], scale: Scale, allowed: fn(Change
     }
 }
 
-/// One over the variance of each quantity, so that both weigh the same; 0 for one that does not vary.
+/// One over the variance of each quantity, so that both weigh the same; 0 for one that does not
+/// vary.
 #[derive(Clone, Copy)]
 struct Scale {
     labels: f64,

@@ -13,13 +13,14 @@
 //! microbatch. Which samples are first ones is decided by dealing all of them once, the most labels
 //! first, unless what was there is better.
 //!
-//! O(n log n) for a sweep. 100,000 lognormal samples in rows of 4096: the labels of a microbatch vary
-//! by 35 % of their mean before and by 20.5 % after four sweeps (0.03 s), where no schedule can get
-//! below 18.4 %. What is left stands in rows of two or three long samples: see [`super::exchange`].
+//! O(n log n) for a sweep. 100,000 lognormal samples in rows of 4096: the labels of a microbatch
+//! vary by 35 % of their mean before and by 20.5 % after four sweeps (0.03 s), where no schedule
+//! can get below 18.4 %. What is left stands in rows of two or three long samples: see
+//! [`super::exchange`].
 
 use std::ops::Range;
 
-use super::Work;
+use super::work::Work;
 
 /// Most sweeps. The fifth gains less than a hundredth of what the first does.
 const SWEEPS: usize = 4;

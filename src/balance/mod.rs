@@ -19,10 +19,10 @@
 //!
 //! Packed rows come from a packer that mixes lengths ([`crate::pack::mixed`]): rows of long samples
 //! alone could not be evened. (Where every token is a label, they are those of a plan without
-//! balancing, so that its steps are not more even by chance.) The whole epoch is balanced at once, which is more than a window of
-//! some steps can do. An incomplete last step takes part in 1 to 3, so that its microbatches are not
-//! the most uneven ones, and keeps its microbatches. How near all this comes to the best that could
-//! be, [`floor`] says.
+//! balancing, so that its steps are not more even by chance.) The whole epoch is balanced at once,
+//! which is more than a window of some steps can do. An incomplete last step takes part in 1 to 3,
+//! so that its microbatches are not the most uneven ones, and keeps its microbatches. How near all
+//! this comes to the best that could be, [`floor`] says.
 
 mod arrange;
 mod exchange;
@@ -33,6 +33,7 @@ mod level;
 mod microsteps;
 mod padded;
 mod steps;
+mod work;
 
 use std::ops::Range;
 
@@ -45,6 +46,7 @@ use arrange::Load;
 use exchange::Shape;
 pub(crate) use floor::label_std_floor;
 use groups::{Unit, even_groups};
+use work::Work;
 
 /// Microbatches of a fixed number of samples that are dealt together: enough to even out, few enough
 /// for who meets whom to stay a matter of chance.
@@ -60,10 +62,10 @@ const MOST_LEAPS: usize = 64;
 /// Samples in all of them, because each looks at every one: rows of thousands would take seconds.
 const LEAPS_SAMPLES: usize = 1 << 18;
 
-/// Ranks wait no longer than before if the labels of steps can then be brought to half of their spread,
-/// or to twice of what else could be had: a quarter, and four times, of the variance. (Four samples to
-/// a padded microbatch, four ranks and no accumulation: the labels of a step vary by 36 % before, by
-/// 8.4 % with the waits as they were, by 6.0 % where ranks wait 4 % longer.)
+/// Ranks wait no longer than before if the labels of steps can then be brought to half of their
+/// spread, or to twice of what else could be had: a quarter, and four times, of the variance. (Four
+/// samples to a padded microbatch, four ranks and no accumulation: the labels of a step vary by 36
+/// % before, by 8.4 % with the waits as they were, by 6.0 % where ranks wait 4 % longer.)
 const FOR_WAITS: i128 = 4;
 
 /// Balances a training schedule.
@@ -76,130 +78,209 @@ pub(crate) fn balance(
     stream: &mut Stream,
     threads: usize,
 ) {
-    let layout = config.layout(Split::Train);
-    let shape = Shape {
-        bounds,
-        align: config.align_samples_to as u32,
-        multiple: match config.pad_to_sequence_len {
-            true => bounds.capacity,
-            false => config.pad_to_multiple_of as u32,
-        },
+    let given = Given::of(schedule, round, samples, config, bounds);
+    let found = if given.are_few() {
+        Some(given.best_of_all(stream))
+    } else {
+        // Few samples may come out worse; then less is done, or nothing.
+        let mut all = [true, false].into_iter();
+        all.find_map(|bold| given.search(bold, stream, threads))
     };
-    let given = Work::of(schedule, round, samples, layout);
-    let step = round.world_size * config.accumulation(Split::Train) as usize;
-    let complete = given.totals.len() / step * step;
-    let rest = rest_of(schedule, given.items.len(), round, samples, layout);
-    let units = |loads: &[Load]| loads.iter().map(|load| load.unit).collect::<Vec<Unit>>();
-    let given_loads = loads(&given, shape, layout, config);
-    let before = Unevenness::of([units(&given_loads), rest.clone()], step);
-    // A last step with repeats may be far from the others, and stays so.
-    let complete_before = Unevenness::of([units(&given_loads[..complete])], step);
-    // Ranks whose costs are the same to a hundredth do not wait.
-    let as_given: Vec<u32> = (0..complete as u32).collect();
-    let most_waits = arrange::waits(&as_given, &given_loads, round.world_size).max(1.01);
-    let frame = arrange::Frame {
-        world: round.world_size,
-        step,
-        most_jumps: arrange::jumps(&as_given, &given_loads, round.world_size),
-    };
-
-    let count = config.batch_size(Split::Train) as usize;
-    let fixed = !layout.is_packed() && given.items.len() == count * given.totals.len();
-    let by_cost = config.balance_cost == BalanceCost::Attention;
-    let mut put = |work: &Work, order: &[u32]| {
-        let end = work.items.len();
-        schedule.rows.items[..end].copy_from_slice(&work.items);
-        schedule.rows.offsets[..work.fronts.len()].copy_from_slice(&work.fronts);
-        sum_rows(&mut schedule.rows, samples);
-        reorder(&mut schedule.rows, order, round.rows_per_microbatch);
-    };
-    let few = (1..=few::MOST_SAMPLES).contains(&given.items.len());
-    if few && rest.len() <= few::MOST_REPEATS {
-        let work = few::best(&few::Frame {
-            given: &given,
-            rest: &rest,
-            before: &before,
-            shape,
-            layout,
-            config,
-            world: round.world_size,
-            step,
-        });
-        let mut steps: Vec<usize> = (0..complete / step).collect();
-        stream.shuffle(&mut steps);
-        let batches = |of: usize| (of * step) as u32..((of + 1) * step) as u32;
-        let mut order: Vec<u32> = steps.into_iter().flat_map(batches).collect();
-        let loads = loads(&work, shape, layout, config);
-        arrange::inside_steps(&mut order, &loads, frame, stream);
-        put(&work, &order);
+    let Some(Balanced { work, order, .. }) = found else {
         return;
+    };
+    let rows = &mut schedule.rows;
+    rows.items[..work.items.len()].copy_from_slice(&work.items);
+    rows.offsets[..work.fronts.len()].copy_from_slice(&work.fronts);
+    sum_rows(rows, samples);
+    reorder(rows, &order, round.rows_per_microbatch);
+}
+
+/// The schedule that was given, what stays as it is, and what there may not be more of.
+struct Given<'a> {
+    work: Work,
+    /// The microbatches with repeats, after those of `work`.
+    rest: Vec<Unit>,
+    config: &'a Config,
+    layout: BatchLayout,
+    shape: Shape,
+    /// Data-parallel ranks.
+    world: usize,
+    /// Microbatches of a step.
+    step: usize,
+    /// Microbatches of complete steps without repeats.
+    complete: usize,
+    before: Unevenness,
+    /// Of the complete steps alone: a last one with repeats may be far from the others, and stays
+    /// so.
+    complete_before: Unevenness,
+    /// The largest cost of a microstep over its mean, on average.
+    most_waits: f64,
+    /// The change of size from a rank's microbatch to its next, summed up.
+    most_jumps: i64,
+}
+
+/// A schedule that is nowhere more uneven than the given one.
+struct Balanced {
+    work: Work,
+    /// Its microbatches of complete steps, in the order in which they run.
+    order: Vec<u32>,
+    /// Variance of the labels of complete steps, as in [`Unevenness`].
+    step_labels: i128,
+}
+
+impl<'a> Given<'a> {
+    fn of(
+        schedule: &Schedule,
+        round: Round,
+        samples: &Samples,
+        config: &'a Config,
+        bounds: Bounds,
+    ) -> Given<'a> {
+        let layout = config.layout(Split::Train);
+        let work = Work::of(schedule, round, samples, layout);
+        let rest = rest_of(schedule, work.items.len(), round, samples, layout);
+        let shape = Shape {
+            bounds,
+            align: config.align_samples_to as u32,
+            multiple: match config.pad_to_sequence_len {
+                true => bounds.capacity,
+                false => config.pad_to_multiple_of as u32,
+            },
+        };
+        let world = round.world_size;
+        let step = world * config.accumulation(Split::Train) as usize;
+        let complete = work.totals.len() / step * step;
+        let loads = loads(&work, shape, layout, config);
+        let as_given: Vec<u32> = (0..complete as u32).collect();
+        Given {
+            before: Unevenness::of([units(&loads), rest.clone()], step),
+            complete_before: Unevenness::of([units(&loads[..complete])], step),
+            // Ranks whose costs are the same to a hundredth do not wait.
+            most_waits: arrange::waits(&as_given, &loads, world).max(1.01),
+            most_jumps: arrange::jumps(&as_given, &loads, world),
+            work,
+            rest,
+            config,
+            layout,
+            shape,
+            world,
+            step,
+            complete,
+        }
     }
 
-    let finish = |work: &Work, order: Vec<u32>| {
+    fn by_cost(&self) -> bool {
+        self.config.balance_cost == BalanceCost::Attention
+    }
+
+    fn frame(&self) -> arrange::Frame {
+        arrange::Frame {
+            world: self.world,
+            step: self.step,
+            most_jumps: self.most_jumps,
+        }
+    }
+
+    fn loads(&self, work: &Work) -> Vec<Load> {
+        loads(work, self.shape, self.layout, self.config)
+    }
+
+    fn are_few(&self) -> bool {
+        (1..=few::MOST_SAMPLES).contains(&self.work.items.len())
+            && self.rest.len() <= few::MOST_REPEATS
+    }
+
+    /// The best schedule that there is, its steps in a random order.
+    fn best_of_all(&self, stream: &mut Stream) -> Balanced {
+        let work = few::best(self);
+        let mut steps: Vec<usize> = (0..self.complete / self.step).collect();
+        stream.shuffle(&mut steps);
+        let batches = |of: usize| (of * self.step) as u32..((of + 1) * self.step) as u32;
+        let mut order: Vec<u32> = steps.into_iter().flat_map(batches).collect();
+        let loads = self.loads(&work);
+        arrange::inside_steps(&mut order, &loads, self.frame(), stream);
+        let step_labels = Unevenness::of([units(&loads[..self.complete])], self.step).step_labels;
+        Balanced {
+            work,
+            order,
+            step_labels,
+        }
+    }
+
+    /// A better schedule, if one is found; `bold` also moves samples of different lengths.
+    fn search(&self, bold: bool, stream: &mut Stream, threads: usize) -> Option<Balanced> {
+        let mut work = self.work.clone();
+        let count = self.config.batch_size(Split::Train) as usize;
+        if bold && !self.layout.is_packed() && work.items.len() == count * work.totals.len() {
+            regroup(&mut work, self.layout, count, stream);
+            work.lose(self.work.lost());
+        }
+        level::equal_lengths(&mut work);
+        if bold && self.layout.is_packed() {
+            exchange_sets(&mut work, self.shape, stream, threads);
+        }
+        // Steps for cost may be too uneven in labels; then those for labels, if ranks wait no
+        // longer.
+        let for_cost = self.by_cost().then(|| self.compose(&work, true, stream));
+        for_cost
+            .flatten()
+            .or_else(|| self.compose(&work, false, stream))
+    }
+
+    /// Puts the microbatches into steps, even in cost to begin with or in labels.
+    fn compose(&self, work: &Work, for_cost: bool, stream: &mut Stream) -> Option<Balanced> {
+        let weights = &self.loads(work)[..self.complete];
+        let no_longer =
+            |order: &[u32]| arrange::waits(order, weights, self.world) <= self.most_waits;
+        let arranged = match for_cost {
+            true => arrange::by_cost(weights, self.frame(), stream),
+            false => arrange::by_labels(weights, self.frame(), stream),
+        };
+        if no_longer(&arranged) {
+            return self.finish(work, arranged);
+        }
+        let waiting = (self.world == self.step).then(|| {
+            let most_tokens = self.complete_before.step_tokens;
+            arrange::by_waits(weights, self.frame(), most_tokens, self.most_waits, stream)
+        });
+        let waiting = waiting
+            .filter(|order| no_longer(order))
+            .and_then(|order| self.finish(work, order));
+        if self.by_cost() {
+            return waiting;
+        }
+        let Some(waiting) = waiting else {
+            return self.finish(work, arranged);
+        };
+        if FOR_WAITS * waiting.step_labels <= self.complete_before.step_labels {
+            return Some(waiting);
+        }
+        let far = |best: &Balanced| waiting.step_labels > FOR_WAITS * best.step_labels;
+        self.finish(work, arranged).filter(far).or(Some(waiting))
+    }
+
+    /// Spreads what is left over in each step; nothing if the schedule is more uneven than before.
+    fn finish(&self, work: &Work, order: Vec<u32>) -> Option<Balanced> {
         let mut work = work.clone();
-        steps::even_steps(&mut work, &order, step);
-        let loads = loads(&work, shape, layout, config);
+        steps::even_steps(&mut work, &order, self.step);
+        let loads = self.loads(&work);
         let moved: Vec<Unit> = order.iter().map(|&b| loads[b as usize].unit).collect();
-        let step_labels = Unevenness::of([moved.clone()], step).step_labels;
-        let after = Unevenness::of([moved, units(&loads[complete..]), rest.clone()], step);
-        (work.lost() == given.lost() && after.is_within(&before, by_cost)).then_some(Finished {
+        let step_labels = Unevenness::of([moved.clone()], self.step).step_labels;
+        let others = units(&loads[self.complete..]);
+        let after = Unevenness::of([moved, others, self.rest.clone()], self.step);
+        let better =
+            work.lost() == self.work.lost() && after.is_within(&self.before, self.by_cost());
+        better.then_some(Balanced {
             work,
             order,
             step_labels,
         })
-    };
-    // Few samples may come out worse; then less is done, or nothing.
-    for bold in [true, false] {
-        let mut work = given.clone();
-        if bold && fixed {
-            regroup(&mut work, layout, count, stream);
-            work.lose(given.lost());
-        }
-        level::equal_lengths(&mut work);
-        if bold && layout.is_packed() {
-            exchange_sets(&mut work, shape, stream, threads);
-        }
-        let world = round.world_size;
-        let weights = &loads(&work, shape, layout, config)[..complete];
-        // Steps for cost may be too uneven in labels; then those for labels, if ranks wait no longer.
-        let composed_for: &[bool] = if by_cost { &[true, false] } else { &[false] };
-        for &for_cost in composed_for {
-            let arranged = match for_cost {
-                true => arrange::by_cost(weights, frame, stream),
-                false => arrange::by_labels(weights, frame, stream),
-            };
-            let no_longer = |order: &[u32]| arrange::waits(order, weights, world) <= most_waits;
-            let arranged_waits_no_longer = no_longer(&arranged);
-            if world == step && !arranged_waits_no_longer {
-                let most_tokens = complete_before.step_tokens;
-                let order = arrange::by_waits(weights, frame, most_tokens, most_waits, stream);
-                let waiting = Some(order).filter(|order| no_longer(order));
-                if let Some(other) = waiting.and_then(|order| finish(&work, order)) {
-                    let enough = |labels: i128| FOR_WAITS * other.step_labels <= labels;
-                    let near = |best: Finished| other.step_labels <= FOR_WAITS * best.step_labels;
-                    if by_cost
-                        || enough(complete_before.step_labels)
-                        || finish(&work, arranged.clone()).is_none_or(near)
-                    {
-                        return put(&other.work, &other.order);
-                    }
-                }
-            }
-            if (arranged_waits_no_longer || !by_cost)
-                && let Some(finished) = finish(&work, arranged)
-            {
-                return put(&finished.work, &finished.order);
-            }
-        }
     }
 }
 
-/// A schedule that is nowhere more uneven than the given one, and the variance of the labels of its
-/// complete steps.
-struct Finished {
-    work: Work,
-    order: Vec<u32>,
-    step_labels: i128,
+fn units(loads: &[Load]) -> Vec<Unit> {
+    loads.iter().map(|load| load.unit).collect()
 }
 
 /// Exchanges sets of samples between rows, as often as that pays. Where there are few microbatches
@@ -265,9 +346,9 @@ impl Unevenness {
     }
 }
 
-/// Half of how much the squares of two sums a and b change, a − b = `gap`, if the first grows by `gain`
-/// and the other falls by it: (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g). As near to that as there
-/// are numbers: rows of 2³¹ tokens, 64 in a step, may go beyond them.
+/// Half of how much the squares of two sums a and b change, a − b = `gap`, if the first grows by
+/// `gain` and the other falls by it: (a + g)² + (b − g)² − a² − b² = 2 g (a − b + g). As near to
+/// that as there are numbers: rows of 2³¹ tokens, 64 in a step, may go beyond them.
 fn change(gain: i64, gap: i64) -> i64 {
     gain.saturating_mul(gap + gain)
 }
@@ -330,175 +411,6 @@ fn regroup(work: &mut Work, layout: BatchLayout, count: usize, stream: &mut Stre
         }
     }
     work.add_up();
-}
-
-/// A schedule sample by sample: all microbatches without repeats.
-#[derive(Clone)]
-struct Work {
-    /// Retained sample at each place.
-    items: Vec<u32>,
-    /// Its tokens. Where samples are aligned, equal lengths take up equal slots.
-    lengths: Vec<u32>,
-    /// Its labels.
-    labels: Vec<u32>,
-    /// Whether it loses a label where it is the first of its row; empty where that cannot matter.
-    leads: Vec<bool>,
-    /// The places at which rows begin.
-    fronts: Vec<u32>,
-    /// The microbatch of each place.
-    batch_of: Vec<u32>,
-    /// Labels of each microbatch.
-    totals: Vec<i64>,
-}
-
-impl Work {
-    fn of(schedule: &Schedule, round: Round, samples: &Samples, layout: BatchLayout) -> Work {
-        let rows = &schedule.rows;
-        let real = rows.items.len() - schedule.repeated_items;
-        let ends = rows.offsets.iter().skip(round.rows_per_microbatch);
-        let ends = ends.step_by(round.rows_per_microbatch);
-        let mut batch_of = Vec::with_capacity(real);
-        let mut batches = 0;
-        for &end in ends.take_while(|&&end| end as usize <= real) {
-            batch_of.resize(end as usize, batches);
-            batches += 1;
-        }
-        let items = rows.items[..batch_of.len()].to_vec();
-        let loses = |&item: &u32| samples.loses_first_label(item as usize);
-        let mut work = Work {
-            lengths: items
-                .iter()
-                .map(|&item| samples.length(item as usize) as u32)
-                .collect(),
-            labels: items
-                .iter()
-                .map(|&item| samples.label_count(item as usize))
-                .collect(),
-            leads: match samples.leads_differ() {
-                true => items.iter().map(loses).collect(),
-                false => Vec::new(),
-            },
-            fronts: rows.offsets[..batches as usize * round.rows_per_microbatch].to_vec(),
-            items,
-            batch_of,
-            totals: vec![0; batches as usize],
-        };
-        if layout == BatchLayout::Padded {
-            // Each sample is the first of a row of its own.
-            for (labels, lead) in work.labels.iter_mut().zip(work.leads.drain(..)) {
-                *labels -= u32::from(lead);
-            }
-        }
-        work.add_up();
-        work
-    }
-
-    fn add_up(&mut self) {
-        self.totals.fill(0);
-        for (&batch, &labels) in self.batch_of.iter().zip(&self.labels) {
-            self.totals[batch as usize] += i64::from(labels);
-        }
-        for at in 0..self.fronts.len() {
-            let front = self.fronts[at];
-            if self.leads(front) {
-                self.totals[self.batch_of[front as usize] as usize] -= 1;
-            }
-        }
-    }
-
-    fn leads(&self, place: u32) -> bool {
-        self.leads.get(place as usize).copied().unwrap_or(false)
-    }
-
-    /// The places of a row.
-    fn row(&self, row: usize) -> Range<u32> {
-        let end = self.fronts.get(row + 1);
-        self.fronts[row]..end.map_or(self.items.len() as u32, |&next| next)
-    }
-
-    /// Labels lost at the fronts of rows.
-    fn lost(&self) -> usize {
-        self.fronts
-            .iter()
-            .filter(|&&front| self.leads(front))
-            .count()
-    }
-
-    /// Lets other samples of the rows lead until as many labels are lost as `wanted`, if that can be.
-    fn lose(&mut self, wanted: usize) {
-        let mut lost = self.lost();
-        for at in 0..self.fronts.len() {
-            if lost == wanted {
-                break;
-            }
-            let front = self.fronts[at];
-            let right = |place: &u32| self.leads(*place) == (lost < wanted);
-            if right(&front) {
-                continue;
-            }
-            if let Some(other) = self.row(at).find(right) {
-                self.swap(front as usize, other as usize);
-                lost = if lost < wanted { lost + 1 } else { lost - 1 };
-            }
-        }
-        self.add_up();
-    }
-
-    /// Sum of the squares of the microbatches' labels.
-    fn squares(&self) -> i128 {
-        self.totals
-            .iter()
-            .map(|&total| i128::from(total).pow(2))
-            .sum()
-    }
-
-    /// Samples of one kind can change places without any effect but on labels.
-    fn kind(&self, place: u32) -> (u32, bool) {
-        (self.lengths[place as usize], self.leads(place))
-    }
-
-    fn unit(&self, place: usize) -> Unit {
-        Unit {
-            labels: self.labels[place].into(),
-            tokens: self.lengths[place].into(),
-        }
-    }
-
-    fn swap(&mut self, one: usize, other: usize) {
-        self.items.swap(one, other);
-        self.lengths.swap(one, other);
-        self.labels.swap(one, other);
-        self.leads.swap(one, other);
-    }
-
-    /// Puts what stands at these places into rows, as many in each microbatch as there are now.
-    fn put_rows(&mut self, rows: &[Vec<u32>], rows_per_batch: usize) {
-        self.fronts.clear();
-        self.batch_of.clear();
-        let mut end = 0;
-        for (row, places) in rows.iter().enumerate() {
-            self.fronts.push(end);
-            end += places.len() as u32;
-            self.batch_of
-                .resize(end as usize, (row / rows_per_batch) as u32);
-        }
-        self.rearrange(0, &rows.concat());
-        self.add_up();
-    }
-
-    /// Puts what stands at `places` to the places from `start` on.
-    fn rearrange(&mut self, start: usize, places: &[u32]) {
-        fn pick<T: Copy>(values: &mut [T], start: usize, places: &[u32]) {
-            let picked: Vec<T> = places.iter().map(|&place| values[place as usize]).collect();
-            values[start..start + picked.len()].copy_from_slice(&picked);
-        }
-        pick(&mut self.items, start, places);
-        pick(&mut self.lengths, start, places);
-        pick(&mut self.labels, start, places);
-        if !self.leads.is_empty() {
-            pick(&mut self.leads, start, places);
-        }
-    }
 }
 
 /// What each microbatch weighs.

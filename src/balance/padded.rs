@@ -16,7 +16,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::Work;
+use super::work::Work;
 
 /// Batches for each one whose head moves to another. With 32 the padding falls by 5 % on long-tailed
 /// lengths; more would cost evenness.

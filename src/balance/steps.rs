@@ -7,10 +7,11 @@
 //! a step counts as much as all its microbatches. So the difference goes in small parts to many
 //! microbatches: of 2,700 labels that one of 16 lacks, the others take 180 each.
 //!
-//! Tokens stay where they are. O(n log n) for each of [`ROUNDS`] at most, and only for steps that are
-//! more than a [`TOLERANCE`]th of the mean apart.
+//! Tokens stay where they are. O(n log n) for each of [`ROUNDS`] at most, and only for steps that
+//! are more than a [`TOLERANCE`]th of the mean apart.
 
-use super::{Work, change};
+use super::change;
+use super::work::Work;
 
 /// Times that all steps are paired.
 const ROUNDS: usize = 8;

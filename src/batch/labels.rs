@@ -10,8 +10,8 @@ use crate::{Result, memory, parallel};
 /// Supervised tokens of each sample, and whether its first label is one.
 ///
 /// Sample `i` is `labels[offsets[i]..offsets[i + 1]]`, cut to `max_sample_len` tokens (0: no
-/// limit). With `mask_first_label` the first label does not count; whether it is supervised in the data
-/// is reported all the same. An empty sample has 0 and `false`.
+/// limit). With `mask_first_label` the first label does not count; whether it is supervised in the
+/// data is reported all the same. An empty sample has 0 and `false`.
 ///
 /// # Errors
 ///

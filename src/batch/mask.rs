@@ -22,7 +22,8 @@ use crate::{Error, Result, memory, parallel};
 /// on Linux they would be granted and then end the process.
 const MOST_BYTES: u128 = 8 << 30;
 
-/// Bytes per part of a parallel run. Twice a huge page, so that few are written first by two threads.
+/// Bytes per part of a parallel run. Twice a huge page, so that few are written first by two
+/// threads.
 const PART_BYTES: usize = 4 << 20;
 
 /// What a run takes where it is a row of its own: lists, and what the allocator adds to each.

@@ -212,8 +212,8 @@ pub(crate) fn pack(
     rows
 }
 
-/// An item and its size. They travel together, so that whoever takes items in a random order need not
-/// fetch their sizes from all over the memory.
+/// An item and its size. They travel together, so that whoever takes items in a random order need
+/// not fetch their sizes from all over the memory.
 pub type Arrival = (u32, u32);
 
 /// All items in order.

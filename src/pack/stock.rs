@@ -1,10 +1,10 @@
 //! Items that are still to be placed, by size, for packers that fill one row after the other.
 //!
-//! A row under way holds its items back from the stock; once it is complete, [`Stock::make`] makes as
-//! many rows like it as there are items for. Classes whose items are gone are passed over by links
-//! that are shortened on the way, so that finding the next size costs next to nothing however many
-//! are gone, and items of one class are added all at once: a row costs about as many steps as it has
-//! distinct sizes.
+//! A row under way holds its items back from the stock; once it is complete, [`Stock::make`] makes
+//! as many rows like it as there are items for. Classes whose items are gone are passed over by
+//! links that are shortened on the way, so that finding the next size costs next to nothing however
+//! many are gone, and items of one class are added all at once: a row costs about as many steps as
+//! it has distinct sizes.
 
 use super::patterns::{Part, Patterns};
 use super::{Bounds, Histogram};

@@ -28,8 +28,8 @@ pub extern "C" fn multipack_abi_version() -> i32 {
     1
 }
 
-/// The version of this crate, ending in a NUL, for Python to compare with its own: a library that was
-/// left behind by an earlier release is to be told from a right one before an op is called.
+/// The version of this crate, ending in a NUL, for Python to compare with its own: a library that
+/// was left behind by an earlier release is to be told from a right one before an op is called.
 // SAFETY: as above.
 #[allow(unsafe_code)]
 #[unsafe(no_mangle)]

@@ -50,7 +50,8 @@ fn many_ranks_are_even_at_each_microstep() {
 
 #[test]
 fn waits_stay_where_that_leaves_the_labels_of_steps_even() {
-    // One or two long samples decide how long a step takes, and labels alone made it 3 to 17 % longer.
+    // One or two long samples decide how long a step takes, and labels alone made it 3 to 17 %
+    // longer.
     let samples = chats(8_000, 4096, SEED);
     for count in [1, 2, 4, 8] {
         for ranks in [2, 3, 4, 8] {
