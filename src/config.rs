@@ -143,8 +143,7 @@ choices! {
     }
 }
 
-/// All settings, with their defaults. The keys and their meaning are the ones of the README's
-/// table.
+/// All settings, with their defaults. The Python class of this name has the same keys.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Config {
     /// Most tokens of one sample, and the unit of the row capacity. Needed to plan.
