@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from limited import limited
@@ -684,6 +685,47 @@ def test_a_small_archive_may_still_be_compressed(tmp_path: Path) -> None:
     found, _ = read([tmp_path / "a.npz"], Options(Config(sequence_len=8)))
 
     assert found.lengths.sum() == 700_000
+
+
+def say_more_values(path: Path) -> None:
+    """Have the footer of a Parquet file of 2^20 values say that it has 2^27 - 1."""
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    old, new = (b"\x80\x80\x80\x01", b"\xfe\xff\xff\x7f")  # twice the number, 7 bits a byte
+    assert old in content[start:]
+    path.write_bytes(content[:start] + content[start:].replace(old, new))
+
+
+def test_parquet_that_unpacks_to_more_than_it_should_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    """A row of 2^28 equal tokens is a file of 650 bytes."""
+    path = tmp_path / "a.parquet"
+    tokens = pa.ListArray.from_arrays([0, 1 << 20], pa.array(np.zeros(1 << 20, np.int8)))
+    pa.parquet.write_table(pa.table({"input_ids": tokens}), path, write_statistics=False)
+    say_more_values(path)
+    packed = pa.parquet.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size
+
+    with pytest.raises(Exception, match=r".") as caught:
+        read([path], Options(Config(sequence_len=8)))
+
+    assert type(caught.value).__name__ == "CliError"
+    assert str(caught.value) == (
+        f"{path}: row group 0 unpacks to 1,073,741,816 bytes from {packed}: write it with smaller "
+        "row groups"
+    )
+
+
+def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    """A thousand of them at once would take gigabytes."""
+    path = tmp_path / "a.parquet"
+    tokens = pa.array(np.zeros(6 << 20, np.int8))
+    rows = pa.ListArray.from_arrays(np.arange(0, 7 << 20, 1 << 20, np.int32), tokens)
+    pa.parquet.write_table(pa.table({"input_ids": rows}), path)
+
+    batches = sources._read_table(path, Options(Config(sequence_len=8)))
+
+    assert [batch.num_rows for batch in batches] == [4, 2]
 
 
 def broken_lists(offsets: list[int]) -> pa.Table:

@@ -49,7 +49,11 @@ _PIECE = 1024
 # Of a histogram, whose samples are written out: eight gigabytes.
 _MOST_SAMPLES = 1_000_000_000
 
-# Of a compressed array, unless its file is not much smaller: a hundred million numbers.
+# Tokens of a piece, where samples are longer than that.
+_PIECE_TOKENS = 4096 * _PIECE
+
+# Of a compressed array, and of a row group of Parquet, unless its file is not much smaller: a
+# hundred million numbers.
 _MOST_UNPACKED = 800_000_000
 
 _LARGEST = np.iinfo(np.int64).max
@@ -538,13 +542,18 @@ def _numpy_arrays(path: Path) -> dict[str, Integers]:
             if name not in ("lengths", "label_counts", "count"):
                 arrays[name] = np.zeros(0)
                 continue
-            if member.file_size > max(_MOST_UNPACKED, 100 * member.compress_size):
+            if _is_bomb(member.file_size, member.compress_size):
                 raise CliError(
                     f"{path}: `{name}` unpacks to {member.file_size:,} bytes from "
                     f"{member.compress_size:,}: save it with np.savez, uncompressed"
                 )
             arrays[name] = parse(archive.read(member))
         return arrays
+
+
+def _is_bomb(unpacked: int, packed: int) -> bool:
+    """Whether so many bytes out of so few are more than data can be meant to have."""
+    return unpacked > max(_MOST_UNPACKED, 100 * packed)
 
 
 def _check_array(where: str, name: str, array: Any, lengths: Any) -> None:
@@ -578,8 +587,7 @@ def _read_table(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     try:
         if path.suffix == ".parquet":
             with pa.parquet.ParquetFile(path) as file:
-                names = _wanted(file.schema_arrow.names, options)
-                batches = file.iter_batches(_piece_rows(names), columns=names)
+                batches = _read_parquet(file, _wanted(file.schema_arrow.names, options))
                 yield from _counted(batches, path.name, file.metadata.num_rows)
         elif path.suffix == ".arrow":
             with pa.memory_map(str(path)) as source:
@@ -590,6 +598,38 @@ def _read_table(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
                 yield from _counted(batches, path.name)
     except pa.ArrowException as error:
         raise CliError(f"{path}: no {path.suffix[1:]} file: {error}") from error
+    except CliError as error:
+        raise CliError(f"{path}: {error}") from error
+
+
+def _read_parquet(file: Any, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, fewer at a time where they are long.
+
+    Equal tokens are written once and counted, so that a row of gigabytes needs a hundred bytes. The
+    file says beforehand how much it holds.
+
+    Raises:
+        CliError: If that is far more than the file is large.
+    """
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        rows, packed, unpacked, most = max(group.num_rows, 1), 0, 0, 1
+        for index in range(group.num_columns):
+            column = group.column(index)
+            if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+                continue
+            packed += column.total_compressed_size
+            # Of flat columns a piece takes what its rows take.
+            values = column.num_values if file.schema.column(index).max_repetition_level else 0
+            unpacked += max(column.total_uncompressed_size, 8 * values)
+            most = max(most, values // rows)
+        if _is_bomb(unpacked, packed):
+            raise CliError(
+                f"row group {number} unpacks to {unpacked:,} bytes from {packed:,}: write it with "
+                "smaller row groups"
+            )
+        piece = max(1, min(_piece_rows(names), _PIECE_TOKENS // most))
+        yield from file.iter_batches(piece, row_groups=[number], columns=names)
 
 
 def _read_arrow(source: Any, options: Options) -> Iterator[pa.RecordBatch]:
