@@ -404,7 +404,7 @@ pub enum Error {
     /// More repeats to fill a round than is sensible.
     #[error(
         "filling the last round of {world_size} ranks would repeat {repeats} samples or rows of \
-         the {rows} rows that there are, more than {bound}; use fewer ranks"
+         the {rows} rows that there are, more than {bound}; use fewer ranks or smaller batches"
     )]
     TooManyRepeats {
         /// Repeated samples, or rows if these are more.

@@ -369,11 +369,19 @@ pub fn microbatch(
         k * world_size + rank,
         row_offsets.len().saturating_sub(1),
     )?;
-    let mut samples = Vec::new();
-    let mut offsets = vec![0];
-    for row in rows {
-        let items = between("row_offsets", row_offsets, row as i64, index.len())?;
-        samples.extend_from_slice(&index[items]);
+    let spans = || {
+        let row = |row| between("row_offsets", row_offsets, row as i64, index.len());
+        rows.clone().map(row)
+    };
+    let mut count = 0;
+    for items in spans() {
+        count += items?.len();
+    }
+    let mut samples = memory::reserved(count)?;
+    let mut offsets = memory::reserved(rows.len() + 1)?;
+    offsets.push(0);
+    for items in spans() {
+        samples.extend_from_slice(&index[items?]);
         offsets.push(samples.len() as i64);
     }
     Ok((samples, offsets))

@@ -11,10 +11,14 @@ use std::ops::Range;
 
 use crate::config::Incomplete;
 use crate::pack::Rows;
-use crate::{Error, Result};
+use crate::{Error, Result, memory};
 
 /// Most samples or rows that are repeated to fill the last round.
 const MOST_REPEATS: usize = 1 << 24;
+
+/// What a repeat takes, at most, until the plan is finished. A round of two million ranks for one
+/// sample took 80 bytes for each, balanced or not.
+const BYTES_OF_A_REPEAT: usize = 96;
 
 /// Rows that fill whole rounds, in the order in which they are used.
 #[derive(Debug, Clone)]
@@ -50,7 +54,8 @@ impl Schedule {
     /// # Errors
     ///
     /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing,
-    /// and [`Error::TooFewToSplit`] when there are fewer items than rows in a round.
+    /// [`Error::TooFewToSplit`] when there are fewer items than rows in a round, and
+    /// [`Error::TooManyRepeats`] or [`Error::OutOfMemory`] when filling it would take too much.
     pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
         let round_rows = round.rows_per_microbatch * round.world_size;
         let mut schedule = Schedule {
@@ -118,12 +123,17 @@ impl Schedule {
     }
 }
 
-/// Refuses to fill a last round with more repeats than anyone can want: memory would run out first.
+/// Refuses to fill a last round with more repeats than anyone can want, or than there is memory for.
 fn check_repeats(rows: &Rows, round: Round, round_rows: usize) -> Result<()> {
     let missing = rows.len().next_multiple_of(round_rows) - rows.len();
-    // The repeats are the first rows, again and again.
-    let all_again = (missing / rows.len()).saturating_mul(rows.items.len());
-    let repeats = all_again.saturating_add(rows.offsets[missing % rows.len()] as usize);
+    // The last row is topped up; and then come the first rows, again and again.
+    let items = match round.items_per_row {
+        Some(per_row) => rows.len().saturating_mul(per_row),
+        None => rows.items.len(),
+    };
+    let repeats = (items - rows.items.len())
+        .saturating_add((missing / rows.len()).saturating_mul(items))
+        .saturating_add(rows.offsets[missing % rows.len()] as usize);
     if repeats.max(missing) > MOST_REPEATS {
         return Err(Error::TooManyRepeats {
             repeats: repeats.max(missing),
@@ -132,7 +142,7 @@ fn check_repeats(rows: &Rows, round: Round, round_rows: usize) -> Result<()> {
             rows: rows.len(),
         });
     }
-    Ok(())
+    memory::ensure(repeats.max(missing), BYTES_OF_A_REPEAT)
 }
 
 /// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.

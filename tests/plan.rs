@@ -398,9 +398,26 @@ fn a_round_of_absurdly_many_ranks_is_refused_before_memory_runs_out() {
 
     assert_eq!(
         "filling the last round of 1000000000 ranks would repeat 999999999 samples or rows of the 1 \
-         rows that there are, more than 16777216; use fewer ranks",
+         rows that there are, more than 16777216; use fewer ranks or smaller batches",
         error.to_string()
     );
+}
+
+#[test]
+fn a_batch_of_absurdly_many_samples_is_refused_before_memory_runs_out() {
+    for keys in ["", r#", "batch_flattening": true"#] {
+        let settings = config(&format!(
+            r#""sequence_len": 1, "sample_packing": false, "micro_batch_size": 2147483647{keys}"#
+        ));
+        let error =
+            plan(&[1; 3], None, None, &settings, 0, Split::Eval, 1).expect_err("must be refused");
+
+        assert_eq!(
+            "filling the last round of 1 ranks would repeat 2147483644 samples or rows of the 1 \
+             rows that there are, more than 16777216; use fewer ranks or smaller batches",
+            error.to_string()
+        );
+    }
 }
 
 #[test]

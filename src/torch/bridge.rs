@@ -16,7 +16,7 @@ use super::Batch;
 use super::handle::{Borrowed, give};
 use super::options::mask_dtype;
 use crate::batch::MaskDtype;
-use crate::{Config, Error, ErrorKind, Split};
+use crate::{Config, Error, ErrorKind, Split, memory};
 
 /// The version of the ops as C++ sees them. A C++ program calls this so that the linker keeps the
 /// library, which it would otherwise drop for want of any reference, and can compare it with what
@@ -305,6 +305,9 @@ fn collate(
     })
 }
 
+/// What lists take for a sample of `collate_list`, and for its labels: handles, slices, offsets.
+const BYTES_OF_A_SAMPLE: usize = 192;
+
 fn collate_list(
     input_ids: &CxxVector<ffi::Tensor>,
     row_offsets: &ffi::Tensor,
@@ -313,6 +316,7 @@ fn collate_list(
     options: &ffi::CollateOptions<'_>,
 ) -> Result<ffi::Batch, Failure> {
     guarded(|| {
+        memory::ensure(input_ids.len() + labels.len(), BYTES_OF_A_SAMPLE)?;
         let input_ids: Vec<Borrowed<'_>> = input_ids.iter().map(Borrowed::new).collect();
         let input_ids: Vec<&Tensor> = input_ids.iter().map(|tensor| &**tensor).collect();
         let labels: Vec<Borrowed<'_>> = labels.iter().map(Borrowed::new).collect();

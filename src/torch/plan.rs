@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::args::{self, Ids};
 use super::handle::{Fresh, vector};
 use super::threads;
-use crate::{Config, Error, Result, Split, batch, parallel};
+use crate::{Config, Error, Result, Split, batch, memory, parallel};
 
 /// A plan as tensors: see [`Plan`](crate::Plan).
 #[derive(Debug)]
@@ -44,14 +44,13 @@ pub fn plan(
         .as_ref()
         .map(|counts| counts.as_slice())
         .transpose()?;
-    let starts: Option<Vec<bool>> = match &starts {
-        Some(starts) => Some(
-            starts
-                .as_slice::<u8>()?
-                .iter()
-                .map(|&start| start != 0)
-                .collect(),
-        ),
+    let starts = match &starts {
+        Some(starts) => {
+            let starts = starts.as_slice::<u8>()?;
+            let mut bools = memory::reserved(starts.len())?;
+            bools.extend(starts.iter().map(|&start| start != 0));
+            Some(bools)
+        }
         None => None,
     };
     let epoch = u64::try_from(epoch).map_err(|_| Error::SettingValue {

@@ -41,6 +41,24 @@ CASES = [
         "ValueError: filling the last round",
     ),
     (PLAN.format("[5, 6], sequence_len=8, world_size=2**31 - 1"), "ValueError: 2 complete micro"),
+    (
+        PLAN.format("[5], sequence_len=8, world_size=2**24, incomplete_batches='fill'"),
+        "RuntimeError: not enough memory: 1610612640 bytes could not be had; use fewer samples or "
+        "smaller rows",
+    ),
+    (
+        PLAN.format(
+            "[1], sequence_len=1, sample_packing=False, micro_batch_size=2**24, split='eval'"
+        ),
+        "RuntimeError: not enough memory: 1610612640 bytes could not be had; use fewer samples or "
+        "smaller rows",
+    ),
+    (
+        PLAN.format(
+            "[1], sequence_len=1, sample_packing=False, micro_batch_size=2**31 - 1, split='eval'"
+        ),
+        "ValueError: filling the last round",
+    ),
     # Steps and ranks that no list could hold, and nothing to put into them.
     (
         PLAN.format(
@@ -91,6 +109,23 @@ CASES = [
         "RuntimeError: torch: Storage size calculation overflowed",
     ),
     # More samples than there is memory for.
+    (
+        f"torch.ops.multipack.microbatch({EXPANDED.format('2**24')}, torch.tensor([0, 2**24]), "
+        "torch.tensor([0, 1]), 1, 0, 0)",
+        "RuntimeError: not enough memory: 134217728 bytes could not be had; use fewer samples or "
+        "smaller rows",
+    ),
+    (
+        "torch.ops.multipack.collate_list([torch.arange(9)] * 2**21, torch.tensor([0, 2**21]))",
+        "RuntimeError: not enough memory: 402653184 bytes could not be had; use fewer samples or "
+        "smaller rows",
+    ),
+    (
+        "torch.ops.multipack.plan(torch.ones(1, dtype=torch.int64), None, "
+        "torch.ones(1, dtype=torch.bool).expand(100 << 20), '{\"sequence_len\": 8}', 0, False)",
+        "RuntimeError: not enough memory: 104857600 bytes could not be had; use fewer samples or "
+        "smaller rows",
+    ),
     (
         "plan(torch.ones(2**22, dtype=torch.int64), sequence_len=8)",
         "RuntimeError: not enough memory: 268435456 bytes could not be had; use fewer samples or "
