@@ -410,8 +410,9 @@ impl Config {
     /// [`Error::SettingValue`] and [`Error::SettingConflict`], each naming the key;
     /// [`Error::SettingSyntax`] for what is no JSON object, or is larger than a mebibyte.
     pub fn from_json(text: &str) -> Result<Config> {
+        // Of a string in the place of the object it would repeat all.
         let syntax = |e: serde_json::Error| Error::SettingSyntax {
-            message: e.to_string(),
+            message: shown(&e.to_string()),
         };
         if text.len() > MOST_BYTES {
             return Err(Error::SettingSyntax {

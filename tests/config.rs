@@ -139,6 +139,20 @@ fn switches_choices_seeds_and_weights_are_checked() {
 }
 
 #[test]
+fn a_long_string_in_the_place_of_settings_is_not_repeated_in_the_error() {
+    let text = "y".repeat(1000);
+
+    refused(
+        &format!("\"{text}\""),
+        ErrorKind::Value,
+        &format!(
+            "the settings are not a JSON object: invalid type: string \"{}… (1061 characters)",
+            "y".repeat(78)
+        ),
+    );
+}
+
+#[test]
 fn settings_that_exclude_one_another_are_refused() {
     for (settings, text) in [
         (
