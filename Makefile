@@ -37,7 +37,7 @@ PACKAGE := $(shell find torch_ext -name '*.py' -o -name '*.html')
 
 .PHONY: demo build test test-core test-rust test-python test-resume test-min test-page \
 	test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench bench-peers \
-	docs wheel fuzz fuzz-coverage tools
+	docs wheel fuzz fuzz-coverage miri sanitize tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -77,11 +77,34 @@ TIME := 60
 fuzz: build
 	python fuzz/run.py --time $(TIME) $(SEED:%=--seed %)
 
-# The core by coverage, TIME seconds for each target. Needs nightly Rust and cargo-fuzz.
+# The core by coverage, TIME seconds for each target. Needs nightly Rust with rust-src and cargo-fuzz.
+# Without AddressSanitizer, which would find nothing in a core without unsafe code.
 fuzz-coverage:
 	for target in batch config plan; do \
-		cargo +nightly fuzz run $$target -- -max_total_time=$(TIME) || exit 1; \
+		cargo +nightly fuzz run --sanitizer none $$target -- -max_total_time=$(TIME) || exit 1; \
 	done
+
+# The core in Rust's interpreter, which finds undefined behaviour and data races: the same tests with
+# fewer cases, for everything takes a thousand times as long. Needs nightly Rust with miri and rust-src.
+# Tree borrows, because of a dependency of rayon.
+miri:
+	MULTIPACK_CASES=10 MIRIFLAGS="-Zmiri-tree-borrows -Zmiri-disable-isolation" \
+		cargo +nightly miri test --lib --test batch --test config --test plan
+
+# The tests of the ops with a library whose Rust and C++ look at each access of memory, and whose C++
+# looks at its arithmetic as well (but not at classes of torch, which hides what that needs). Needs
+# nightly Rust; the runtime is gcc's, which Python is given.
+SANITIZED := arrow attention collate collate_samples microbatch ops_collate ops_mask ops_plan \
+	ops_refusals plan script threads transport
+TARGET := x86_64-unknown-linux-gnu
+
+sanitize: build
+	CXXFLAGS_$(subst -,_,$(TARGET))="-fsanitize=undefined -fno-sanitize=vptr -fno-sanitize-recover" \
+	RUSTFLAGS="-Zsanitizer=address -Clink-arg=-lubsan" $(CARGO) +nightly build --lib $(FEATURES) \
+		--locked --target $(TARGET) --target-dir build/sanitize
+	MULTIPACK_LIBRARY=build/sanitize/$(TARGET)/release/libmultipack.so ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+		python -m pytest $(SANITIZED:%=tests/python/test_%.py)
 
 lint: lint-core lint-torch lint-tools
 

@@ -253,7 +253,8 @@ mod tests {
     fn neither_waits_nor_jumps_are_longer_than_in_the_given_order() {
         let mut stream = Stream::new(20261130, 0, Purpose::Balance);
         let mut shorter = 0;
-        for case in 0..500 {
+        let cases = if cfg!(miri) { 4 } else { 500 };
+        for case in 0..cases {
             let (world, accumulation) = (1 + case % 4, 1 + case / 4 % 5);
             let steps = 1 + stream.below(6) as usize;
             let loads: Vec<Load> = (0..world * accumulation * steps)
@@ -294,6 +295,6 @@ mod tests {
                 assert_eq!(one, other, "case {case}: a step's microbatches stay in it");
             }
         }
-        assert!(shorter > 250, "{shorter}");
+        assert!(2 * shorter > cases, "{shorter}");
     }
 }
