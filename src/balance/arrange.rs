@@ -253,7 +253,7 @@ mod tests {
     fn neither_waits_nor_jumps_are_longer_than_in_the_given_order() {
         let mut stream = Stream::new(20261130, 0, Purpose::Balance);
         let mut shorter = 0;
-        let cases = if cfg!(miri) { 4 } else { 500 };
+        let cases = if cfg!(miri) { 20 } else { 500 };
         for case in 0..cases {
             let (world, accumulation) = (1 + case % 4, 1 + case / 4 % 5);
             let steps = 1 + stream.below(6) as usize;
