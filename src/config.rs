@@ -449,8 +449,10 @@ impl Config {
         let settings = self.to_map();
         for (name, rule) in RULES {
             match settings.get(*name) {
-                None | Some(Value::Null) => continue,
+                // A weight that is no finite number is written as null, too.
+                Some(Value::Null) if !matches!(rule, Weight) => continue,
                 Some(value) => rule.check(name, value)?,
+                None => continue,
             }
         }
         self.check_together()

@@ -432,6 +432,20 @@ fn settings_that_were_not_checked_are_checked_by_the_planner() {
         "world_size is 0, but must be an integer from 1 to 2147483647",
         error.to_string()
     );
+
+    for weight in [f64::NAN, f64::INFINITY] {
+        let settings = Config {
+            balance_cost_linear: weight,
+            ..config(r#""sequence_len": 8"#)
+        };
+        let error =
+            plan(&[5], None, None, &settings, 0, Split::Train, 1).expect_err("must be refused");
+
+        assert_eq!(
+            "balance_cost_linear is null, but must be a number from 0 to 1e12",
+            error.to_string()
+        );
+    }
 }
 
 #[test]
