@@ -132,13 +132,16 @@ impl Report {
 /// # Errors
 ///
 /// A negative length, a label count outside its (retained) sample, arrays of different lengths, an
-/// over-long sample under `raise`, settings without a `sequence_len`, and fewer complete
-/// microbatches than ranks.
+/// over-long sample under `raise`, settings that are out of range, exclude one another or lack a
+/// `sequence_len`, more samples than 32 bits can number, and too little memory. A last round that
+/// cannot be made complete: fewer complete microbatches than ranks, fewer samples than rows to
+/// split into, or millions of repeats to fill it.
 ///
 /// # Complexity
 ///
-/// O(n) and what the packing algorithm costs; about 20 bytes for each sample. `threads` is the most
-/// threads to use; the plan does not depend on it.
+/// O(n) and what the packing algorithm costs; about 50 bytes for each sample beside the input, and
+/// 80 where labels are balanced. `threads` is the most threads to use; the plan does not depend on
+/// it.
 pub fn plan(
     lengths: &[i64],
     label_counts: Option<&[i64]>,
@@ -328,7 +331,7 @@ impl Plan {
 /// # Errors
 ///
 /// [`Error::OutOfRange`] for a rank or a microbatch that does not exist, [`Error::BrokenPlan`] for
-/// arrays that are no plan.
+/// arrays that are no plan, [`Error::OutOfMemory`] for a microbatch beyond what there is.
 pub fn microbatch(
     index: &[i64],
     row_offsets: &[i64],

@@ -14,7 +14,7 @@ use crate::{Error, Result, memory};
 ///
 /// # Errors
 ///
-/// More than 2³¹ − 1 positions.
+/// More than 2³¹ − 1 positions, and too little memory.
 ///
 /// # Panics
 ///

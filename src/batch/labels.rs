@@ -15,7 +15,8 @@ use crate::{Result, memory, parallel};
 ///
 /// # Errors
 ///
-/// Offsets that are missing, negative, fall, or end past the labels; a negative `max_sample_len`.
+/// Offsets that are missing, negative, fall, or end past the labels; a negative `max_sample_len`;
+/// and too little memory.
 ///
 /// # Examples
 ///

@@ -96,7 +96,7 @@ pub fn mask_len(rows: usize, row_len: usize, dtype: MaskDtype) -> Result<usize> 
 ///
 /// # Errors
 ///
-/// A window below 1.
+/// A window below 1, and too little memory.
 ///
 /// # Panics
 ///
