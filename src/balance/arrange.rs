@@ -10,7 +10,7 @@
 //! the heavy one. O(n log n).
 
 use super::groups::{Unit, even_groups};
-use super::microsteps;
+use super::{microsteps, units};
 use crate::config::{BalanceCost, BatchLayout, Config};
 use crate::order::Stream;
 
@@ -63,8 +63,7 @@ pub(super) struct Frame {
 
 /// Puts microbatches into steps, even in labels and tokens, and orders each for the ranks.
 pub(super) fn by_labels(loads: &[Load], frame: Frame, stream: &mut Stream) -> Vec<u32> {
-    let units: Vec<Unit> = loads.iter().map(|load| load.unit).collect();
-    let mut order = even_groups(&units, frame.step, stream);
+    let mut order = even_groups(&units(loads), frame.step, stream);
     inside_steps(&mut order, loads, frame, stream);
     order
 }

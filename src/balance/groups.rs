@@ -146,13 +146,13 @@ fn refine(groups: &mut [Group], units: &[Unit], scale: Scale, allowed: fn(Change
 /// One over the variance of each quantity, so that both weigh the same; 0 for one that does not
 /// vary.
 #[derive(Clone, Copy)]
-struct Scale {
-    labels: f64,
-    tokens: f64,
+pub(super) struct Scale {
+    pub labels: f64,
+    pub tokens: f64,
 }
 
 impl Scale {
-    fn of(units: &[Unit]) -> Scale {
+    pub fn of(units: &[Unit]) -> Scale {
         let inverse = |of: fn(&Unit) -> i64| {
             let n = units.len() as f64;
             let mean = units.iter().map(|unit| of(unit) as f64).sum::<f64>() / n;

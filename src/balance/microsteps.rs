@@ -15,8 +15,8 @@
 //! O(n log n) for each of [`ROUNDS`], and O(n × ranks), of which [`MOST_TRIED`] at most are tried.
 
 use super::arrange::{self, Load};
-use super::groups::Unit;
-use super::{change, spread};
+use super::groups::{Scale, Unit};
+use super::{change, spread, units};
 use crate::order::Stream;
 
 /// Times that all steps are paired.
@@ -66,7 +66,7 @@ pub(super) fn even_labels(
         tokens: (token_spread - spread) / (2 * count.max(1) as i128),
         waits: (waits - arrange::waits(&order, loads, world)) * count as f64,
     };
-    let scale = Scale::of(loads);
+    let scale = Scale::of(&units(loads));
     for _ in 0..ROUNDS {
         steps.sort_by_key(|step| step.sum.labels);
         let (low, high) = steps.split_at_mut(count / 2);
@@ -82,29 +82,6 @@ pub(super) fn even_labels(
     stream.shuffle(&mut places);
     let members = |place: u32| &steps[place as usize].members;
     places.into_iter().flat_map(members).copied().collect()
-}
-
-/// One over the variance of each quantity; 0 for one that does not vary.
-#[derive(Clone, Copy)]
-struct Scale {
-    labels: f64,
-    tokens: f64,
-}
-
-impl Scale {
-    fn of(loads: &[Load]) -> Scale {
-        let inverse = |of: fn(&Unit) -> i64| {
-            let n = loads.len().max(1) as f64;
-            let mean = loads.iter().map(|load| of(&load.unit) as f64).sum::<f64>() / n;
-            let square = |load: &Load| (of(&load.unit) as f64 - mean).powi(2);
-            let variance = loads.iter().map(square).sum::<f64>() / n;
-            if variance > 0.0 { 1.0 / variance } else { 0.0 }
-        };
-        Scale {
-            labels: inverse(|unit| unit.labels),
-            tokens: inverse(|unit| unit.tokens),
-        }
-    }
 }
 
 /// Swaps the two microbatches that make the labels of these steps most even, and what there is too
