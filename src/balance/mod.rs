@@ -1,9 +1,10 @@
 //! Balancing: as many supervised tokens in every microbatch and in every optimizer step.
 //!
 //! Only labels that enter the loss count. Whole samples and whole microbatches are moved; the
-//! samples in use, the number of rows, their capacity and their padding stay what they were, and so
-//! does the mean. Nothing gets more uneven: neither the labels of microbatches or steps, nor, unless
-//! ranks are evened by `attention`, the tokens of steps.
+//! samples in use, the number of rows and their capacity stay what they were, and so does the mean.
+//! There is no more padding, but for what flattened microbatches are rounded up by. Nothing gets
+//! more uneven: neither the labels of microbatches or steps, nor, unless ranks are evened by
+//! `attention`, the tokens of steps.
 //!
 //! 1. Layouts with a fixed number of samples: [`groups`] or, padded, [`padded`] deal the samples to
 //!    microbatches anew, even in tokens (and labels).

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use multipack::{Split, Stream, plan};
+use multipack::{BatchLayout, Error, Split, Stream, plan};
 
 use crate::config;
 use crate::lengths::{SEED, between, stream};
@@ -20,6 +20,7 @@ fn random_settings(stream: &mut Stream) -> String {
         r#", "sample_packing_bin_size": 3"#,
         r#", "balance_cost": "attention""#,
         r#", "align_samples_to": 4"#,
+        r#", "pad_to_multiple_of": 8"#,
         r#", "incomplete_batches": "fill""#,
         r#", "incomplete_batches": "split""#,
         r#", "label_balance_window_optim_steps": 4"#,
@@ -44,7 +45,9 @@ fn nothing_is_lost_and_nothing_gets_worse() {
     let mut compared = 0;
     for case in 0..cases {
         let settings = random_settings(&mut stream);
-        let n = between(&mut stream, 1, 120);
+        // Some are so many that long samples come together in padded batches.
+        let most = if case % 8 == 0 { 1000 } else { 120 };
+        let n = between(&mut stream, 1, most);
         let (lengths, labels): (Vec<i64>, Vec<i64>) = (0..n)
             .map(|_| {
                 let length = between(&mut stream, 1, 45);
@@ -71,7 +74,10 @@ fn nothing_is_lost_and_nothing_gets_worse() {
                 threads,
             )
         };
-        let Ok(plan) = make(1) else { continue };
+        let plan = match make(1) {
+            Err(Error::TooFewMicrobatches { .. } | Error::TooFewToSplit { .. }) => continue,
+            made => made.expect(&settings),
+        };
         let (before, after) = (&plan.report.before, &plan.report.after);
         let context = format!("case {case}, seed {SEED}: {settings}, {lengths:?}, {labels:?}");
 
@@ -96,10 +102,13 @@ fn nothing_is_lost_and_nothing_gets_worse() {
             );
         }
         assert_eq!(before.rows, after.rows, "{context}");
-        assert!(
-            after.padding_tokens <= before.padding_tokens,
-            "padding: {context}"
-        );
+        // Where samples are regrouped, so is what flattened batches are rounded up by.
+        let rounding = plan.len() as u64 * config.world_size * (config.pad_to_multiple_of - 1);
+        let most_padding = match plan.report.layout {
+            BatchLayout::Flattened => before.padding_tokens.max(rounding),
+            _ => before.padding_tokens,
+        };
+        assert!(after.padding_tokens <= most_padding, "padding: {context}");
         let (mean_before, mean_after) = (before.mean_labels, after.mean_labels);
         assert_eq!(mean_before, mean_after, "mean: {context}");
         assert!(
