@@ -174,6 +174,16 @@ def test_an_iterable_that_cannot_tell_its_state_is_read_again(state: Any, text: 
     assert ids(stream()) == first + rest
 
 
+@pytest.mark.filterwarnings("ignore:the state of the iterable cannot be had")
+def test_an_iterable_that_cannot_tell_its_state_may_be_given_up() -> None:
+    """As by a look at the first batch: there is no state to send it back to."""
+    made = stream(Untold(NotImplementedError("none yet")))
+    whole = ids(stream())
+
+    assert whole[:1] == ids(iter(made), 1)
+    assert whole == ids(made)
+
+
 def test_a_shuffled_hugging_face_stream_comes_back_exactly() -> None:
     """Its own state leaves out the samples that wait to be shuffled."""
 

@@ -386,7 +386,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 if self._origin is None:
                     self._origin = [_origin_of(self.iterable)]
                 else:
-                    self.iterable.load_state_dict(self._origin[0])
+                    _send_back(self.iterable, self._origin[0])
                 if state is not None:
                     self.iterable.load_state_dict(state)
                     return iter(self.iterable)
@@ -569,15 +569,26 @@ def _state_of(iterable: Iterable[Any]) -> Any:
         return None
 
 
-def _origin_of(iterable: Iterable[Any]) -> Any:
+def _origin_of(iterable: Any) -> Any:
     """Return a copy of the state that the next iteration begins with.
 
     It is what the streams of Hugging Face were told to begin with: their own state stays where the
     last iteration stopped, though the next one starts anew.
     """
-    if hasattr(iterable, "_starting_state_dict"):
+    if _is_hugging_face(iterable):
         return copy.deepcopy(iterable._starting_state_dict)
     return _state_of(iterable)
+
+
+def _send_back(iterable: Any, origin: Any) -> None:
+    """Let the next iteration begin where `_origin_of` said; what could not tell stays as it is."""
+    if origin is not None or _is_hugging_face(iterable):
+        iterable.load_state_dict(origin)
+
+
+def _is_hugging_face(iterable: Any) -> bool:
+    """Whether it keeps where it is to begin apart from where it is."""
+    return hasattr(iterable, "_starting_state_dict")
 
 
 def _taken(sample: Any, number: int) -> Sample:
