@@ -77,6 +77,26 @@ def test_a_pass_that_another_stream_gave_up_takes_nothing_either(shuffled: bool)
     assert whole == ids(made)
 
 
+@pytest.mark.parametrize("count", [1, None], ids=["given up", "to the end"])
+def test_a_pass_that_was_resumed_takes_nothing_from_others_of_its_epoch(count: int | None) -> None:
+    """A Hugging Face stream that is sent to a position begins there again in the same epoch."""
+    running = stream(hugging_face())
+    whole = ids(running)
+    running.set_epoch(0)
+    ids(iter(running), 30)
+    source = hugging_face()
+    again = stream(source)
+    again.load_state_dict(running.state_dict())
+    rest = whole[30:]
+    assert rest[:count] == ids(iter(again), count)
+
+    other = stream(source)
+    assert whole == ids(other)
+    again.set_epoch(1)
+    again.set_epoch(0)
+    assert whole == ids(again)
+
+
 def test_a_stream_can_stop_twice_in_one_buffer() -> None:
     whole = ids(stream())
     seen: list[Any] = []

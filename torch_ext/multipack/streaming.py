@@ -389,7 +389,13 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                     _send_back(self.iterable, self._origin[0])
                 if state is not None:
                     self.iterable.load_state_dict(state)
-                    return iter(self.iterable)
+                    source = iter(self.iterable)
+                    if _is_hugging_face(self.iterable):
+                        # It would begin there whenever this epoch is read again.
+                        first = list(itertools.islice(source, 1))
+                        _send_back(self.iterable, self._origin[0])
+                        source = itertools.chain(first, source)
+                    return source
             source = iter(self.iterable)
             passed_over = sum(1 for _ in itertools.islice(source, read))
         if passed_over < read:
