@@ -599,6 +599,14 @@ def test_a_missing_file_is_one_sentence(
     assert capsys.readouterr().err == f"multipack: {none}: No such file or directory\n"
 
 
+def test_a_full_disk_is_one_sentence(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "make", str(lengths), "/dev/full", "--sequence-len=9"]) == 2
+
+    assert capsys.readouterr().err == (
+        "multipack: cannot write /dev/full: No space left on device\n"
+    )
+
+
 @pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
 def test_a_reader_that_has_seen_enough_is_no_error(lengths: Path) -> None:
     made(lengths, *SETTINGS)

@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CliError(f"{error.filename}: {error.strerror or error}") from error
+        # What a file that is already open raises does not name it.
+        where = "" if error.filename is None else f"{error.filename}: "
+        raise CliError(f"{where}{error.strerror or error}") from error
     except (ValueError, TypeError, IndexError) as error:
         raise CliError(str(error)) from error
     for warning in told:
@@ -113,7 +115,10 @@ def _make(args: argparse.Namespace) -> None:
         epoch=args.epoch,
         split=args.split,
     )
-    plan.save(args.plan)
+    try:
+        plan.save(args.plan)
+    except OSError as error:
+        raise CliError(f"cannot write {args.plan}: {error.strerror or error}") from error
     _print(plan)
 
 
