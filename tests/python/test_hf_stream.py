@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trainer_runs
 from resume_cases import LAYOUTS
+from transformers import TrainerCallback
 
 from multipack import Collator, Config, StreamingMultipack
 from multipack.integrations.hf import PackedTrainer
@@ -182,6 +183,26 @@ def test_a_generator_ends_the_training_with_its_last_sample(tmp_path: Path) -> N
         f"the stream gives nothing when it is read again, so the training ends after {steps} of "
         "500 steps: give an iterable that starts anew, as data sets do, or set max_steps to less"
     )
+
+
+def test_a_training_that_has_ended_is_not_said_to_lack_samples(tmp_path: Path) -> None:
+    """Nothing is left to do, nor is anything wrong with the stream."""
+    keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer(tmp_path, Again(SAMPLES), **keys).train()
+    again = trainer(tmp_path, Again(SAMPLES), **keys)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+
+
+def test_a_callback_that_ends_the_epoch_ends_the_training(tmp_path: Path) -> None:
+    class Enough(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 3
+
+    made = trainer(tmp_path, Again(SAMPLES))
+    made.add_callback(Enough())
+    made.train()
+    assert made.state.global_step == 3
 
 
 def test_a_stream_without_a_microbatch_is_an_error(tmp_path: Path) -> None:

@@ -424,12 +424,15 @@ class PackedTrainer(Trainer):
             )
         super()._run_epoch(**kwargs)  # type: ignore[no-untyped-call]
         if self._train_stream is not None and not self.control.should_training_stop:
-            warnings.warn(
-                f"the stream gives nothing when it is read again, so the training ends after "
-                f"{self.state.global_step} of {self.args.max_steps} steps: give an iterable that "
-                "starts anew, as data sets do, or set max_steps to less",
-                stacklevel=2,
-            )
+            done, wanted = self.state.global_step, self.args.max_steps
+            # A callback may end the epoch, and a checkpoint may be that of the last step.
+            if done < wanted and not self.control.should_epoch_stop:
+                warnings.warn(
+                    f"the stream gives nothing when it is read again, so the training ends after "
+                    f"{done} of {wanted} steps: give an iterable that starts anew, as data sets "
+                    "do, or set max_steps to less",
+                    stacklevel=2,
+                )
             self.control.should_training_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
