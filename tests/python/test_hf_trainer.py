@@ -537,6 +537,9 @@ def test_a_model_that_cannot_weigh_tokens_over_a_step_is_told(tmp_path: Path) ->
         "balance_labels, with which they differ little"
     )
     packed(tmp_path, model=OwnLoss(), given=given)  # one microbatch is its own step
+    # As the warning says.
+    balanced = {"balance_labels": True}
+    packed(tmp_path, model=OwnLoss(), given=given, config=balanced, gradient_accumulation_steps=4)
 
 
 @pytest.mark.parametrize(

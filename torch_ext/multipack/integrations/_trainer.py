@@ -150,8 +150,9 @@ class PackedTrainer(Trainer):
             the text names it.
 
     Warns:
-        UserWarning: If a step has several microbatches, and the model cannot be told how many
-            tokens they have together, so that its loss does not weigh all tokens alike.
+        UserWarning: If a step has several microbatches whose labels are not balanced, and the model
+            cannot be told how many tokens they have together, so that its loss does not weigh all
+            tokens alike.
     """
 
     def __init__(
@@ -780,12 +781,14 @@ def _warn_of_uneven_weights(trainer: PackedTrainer) -> None:
     """Warn of a model whose loss stays the mean of a microbatch, whatever the step has.
 
     Warns:
-        UserWarning: If it is one, and a step has several microbatches.
+        UserWarning: If it is one, and a step has several microbatches, whose labels are not
+            balanced.
     """
     args = trainer.args
     microbatches = args.gradient_accumulation_steps * (args.world_size // trainer._peers)
     told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if trainer.train_dataset is not None and microbatches > 1 and not told:
+    even = told or trainer._packing.balance_labels
+    if trainer.train_dataset is not None and microbatches > 1 and not even:
         warnings.warn(
             f"{type(trainer.model).__name__} takes no num_items_in_batch, so the loss of a step is "
             f"the mean of its {microbatches} microbatches' means, and tokens in a microbatch with "
