@@ -82,6 +82,31 @@ def test_a_sample_longer_than_planned_is_refused(
         list(loader)
 
 
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize(("strategy", "most"), [("drop", 8), ("truncate", 11)])
+def test_samples_of_unpacked_batches_may_grow_up_to_sequence_len(
+    strategy: str, most: int, flattened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tokenizer that drops out at random: no row gets longer than rows may be."""
+    monkeypatch.setattr(f"{__name__}.SAMPLES", [{"input_ids": list(range(most))}] * len(SAMPLES))
+    config = Config(
+        sequence_len=8,
+        sample_packing=False,
+        batch_flattening=flattened,
+        micro_batch_size=2,
+        excess_length_strategy=strategy,
+    )
+    batches = list(rows(config, Collator(config, attention="none")))
+    assert sum(batch["input_ids"].numel() for batch in batches) == 8 * len(SAMPLES)
+
+    monkeypatch.setattr(f"{__name__}.SAMPLES", [{"input_ids": list(range(9))}] * len(SAMPLES))
+    config = config.replace(excess_length_strategy="drop")
+    with pytest.raises(
+        ValueError, match=r"sample \d of the data set has 9 tokens, but \d were pla"
+    ):
+        list(rows(config, Collator(config.replace(sequence_len=None), attention="none")))
+
+
 @pytest.mark.filterwarnings("ignore:of 6 samples 1 cut")
 @pytest.mark.parametrize("make", [rows, packed])
 def test_samples_that_are_cut_may_be_longer_than_planned(

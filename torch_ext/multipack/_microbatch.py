@@ -113,9 +113,12 @@ class Microbatch(list[Any]):
             )
 
     def check_lengths(self, found: Sequence[int]) -> None:
-        """Refuse samples that are longer than was planned: their rows have no room for them.
+        """Refuse samples that are longer than their rows have room for.
 
-        Samples that are cut may have been longer already. Shorter ones only leave rows emptier.
+        Rows are packed by the planned lengths. Where they are not packed there is room for
+        `sequence_len` tokens of each sample, so that samples may differ from one reading to the
+        next. Samples that are cut may have been longer already. Shorter ones only leave rows
+        emptier.
 
         Args:
             found (Sequence[int]): The tokens of each sample, in the order of the rows.
@@ -127,8 +130,10 @@ class Microbatch(list[Any]):
             return
         bound = self.terms.sequence_len
         cut = self.terms.excess_length_strategy == "truncate"
+        packed = self.terms.layout in ("one_row", "real_rows")
         for number, (tokens, planned) in enumerate(zip(found, self.lengths, strict=True)):
-            if tokens > planned and not (cut and bound is not None and planned >= bound):
+            room = planned if packed or bound is None else bound
+            if tokens > room and not (cut and bound is not None and room >= bound):
                 rows = [row if isinstance(row, list) else [row] for row in self.indices or self]
                 index = list(chain.from_iterable(rows))[number]
                 raise ValueError(
