@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,40 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     again = trainer(tmp_path, shuffled(), ignore_data_skip=True, data_seed=3, **keys)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.state.global_step == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_checkpoint_of_another_stream_is_refused(workers: int, tmp_path: Path) -> None:
+    """As a shuffle without a seed is another one each time."""
+    keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(tmp_path, Again(SAMPLES), **keys).train()
+    other = trainer(tmp_path, Again(SAMPLES[::-1]), dataloader_num_workers=workers, **keys)
+    with pytest.raises(ValueError) as error:
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert str(error.value).startswith(
+        "exact replay is unavailable: the stream yields other samples than before, or in another "
+        "order, among the first 16; "
+    )
+    assert other.state.global_step == 2
+
+
+def other_on_each_rank(folder: Path) -> str:
+    """Train on streams that differ; return the error."""
+    try:
+        trainer(folder, Again(SAMPLES[int(os.environ["RANK"]) :])).train()
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_with_different_streams_are_refused(tmp_path: Path) -> None:
+    told = trainer_runs.run(other_on_each_rank, 2, tmp_path)
+    assert told == 2 * [
+        "the ranks read different streams, each of which is dealt out to all of them: give every "
+        "rank the same samples in the same order (a shuffle needs a seed)"
+    ]
 
 
 def test_a_generator_ends_the_training_with_its_last_sample(tmp_path: Path) -> None:

@@ -211,6 +211,9 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         # -1: none.
         self._begun_by_workers = torch.tensor(-1)
         self._begun_by_workers.share_memory_()  # type: ignore[no-untyped-call]
+        # A hash of the first samples of epoch 0, in the same kind of memory; -1: none were read.
+        self._first_samples = torch.tensor(-1)
+        self._first_samples.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield microbatches from the start of the stream, or from the position loaded."""
@@ -344,6 +347,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 source = self._source(latest.epoch, mark)
                 continue
             expected = None
+            if latest.epoch == mark.counts.read == 0:
+                self._first_samples.fill_(seed >> 1)  # an int64
             counts = self._counts(mark, buffer)
             ended = counts.read < mark.counts.read + self.config.streaming_multipack_buffer_size
             plan, rounds, rest = self._plan(samples, seed, ended)
@@ -517,9 +522,15 @@ class Endless(IterableDataset[dict[str, Any]]):
                 f"{stream.config.world_size} ranks, see its warnings"
             )
 
+    @property
+    def samples(self) -> int:
+        """A hash of the first buffer, whichever process has read it; -1: none has."""
+        return int(self.stream._first_samples)
+
     def state_at(self, position: int) -> dict[str, Any]:
         """Return the state after so many microbatches of this rank, as plain data."""
-        return {"version": _VERSION, **self.stream._identity(), "position": position}
+        identity = self.stream._identity()
+        return {"version": _VERSION, **identity, "position": position, "samples": self.samples}
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return how many microbatches of a rank are done in a state.
@@ -531,6 +542,19 @@ class Endless(IterableDataset[dict[str, Any]]):
         refuse_other_version(state, _VERSION)
         refuse_differences(state, self.stream._identity())
         return integer("position", state.get("position"), least=0)
+
+    def check_samples(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of other samples. Only behind the first microbatch is it known.
+
+        Raises:
+            ValueError: If it is one.
+        """
+        # A state that was saved before anything was read says nothing.
+        if state.get("samples", -1) not in (-1, self.samples):
+            raise unavailable(
+                "the stream yields other samples than before, or in another order, among the first "
+                f"{self.stream.config.streaming_multipack_buffer_size}"
+            )
 
 
 @contextlib.contextmanager

@@ -47,7 +47,10 @@ import datasets  # type: ignore[import-untyped] # noqa: E402
 from accelerate.data_loader import (  # type: ignore[import-untyped] # noqa: E402
     prepare_data_loader,
 )
-from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped] # noqa: E402
+from accelerate.utils import (  # type: ignore[import-untyped] # noqa: E402
+    broadcast_object_list,
+    gather_object,
+)
 from transformers import Trainer, __version__  # noqa: E402
 from transformers.trainer_utils import (  # noqa: E402
     EvalLoopOutput,
@@ -176,6 +179,8 @@ class PackedTrainer(Trainer):
         self._template = data_collator
         self._train_plan: MultipackBatchSampler | None = None
         self._train_stream: Endless | None = None  # in place of a plan
+        self._stream_checked = True
+        self._stream_state: Mapping[str, Any] | None = None  # that it goes on from
         self._epoch_plan: Plan
         self._microbatch = 0  # of this rank and epoch: the next to be trained on
         self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
@@ -437,10 +442,28 @@ class PackedTrainer(Trainer):
             self.control.should_training_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on one microbatch, as the Trainer does, and count it."""
+        """Train on one microbatch, as the Trainer does, and count it.
+
+        Raises:
+            RuntimeError: If it is the first of a stream, and the ranks read different ones.
+            ValueError: If it is the first since a checkpoint of another stream.
+        """
+        if self._train_stream is not None and not self._stream_checked:
+            self._check_stream(self._train_stream)
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         self._microbatch += 1
         return loss
+
+    def _check_stream(self, stream: Endless) -> None:
+        """Compare what all ranks have read, and what was read before the checkpoint."""
+        self._stream_checked = True
+        if len(set(gather_object([stream.samples]))) > 1:
+            raise RuntimeError(
+                "the ranks read different streams, each of which is dealt out to all of them: give "
+                "every rank the same samples in the same order (a shuffle needs a seed)"
+            )
+        if self._stream_state is not None:
+            stream.check_samples(self._stream_state)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "non_padding":
@@ -514,6 +537,7 @@ class PackedTrainer(Trainer):
     ) -> tuple[int, int]:
         # All ranks come here; a loader may be asked for by one alone.
         stream = self._train_stream
+        self._stream_checked, self._stream_state = False, None
         check_ranks(
             self._plan_of_training() if stream is None else stream.stream, peers=self._peers
         )
@@ -526,6 +550,7 @@ class PackedTrainer(Trainer):
         if stream is not None:
             if state is None or self.args.ignore_data_skip:
                 return done
+            self._stream_state = state
             return 0, stream.position_of(state)
         state = state or {"epoch": self.state.epoch}
         if self.args.ignore_data_skip:
