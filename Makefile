@@ -72,7 +72,7 @@ test-page: build
 	python -m pytest tests/browser
 
 # Random cases by the thousand: TIME seconds in all, from case SEED on or from any. Ten minutes for
-# each target are TIME=3600 on two cores.
+# each target are TIME=3900 on two cores.
 TIME := 60
 fuzz: build
 	python fuzz/run.py --time $(TIME) $(SEED:%=--seed %)
