@@ -19,7 +19,7 @@ from resume_cases import LAYOUTS
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from multipack import Collator, Config
-from multipack.integrations import _trainer
+from multipack.integrations import _trainer_refusals
 from multipack.integrations.hf import PackedTrainer
 
 
@@ -579,7 +579,7 @@ def test_a_trainer_without_the_methods_that_are_replaced_is_refused(
 ) -> None:
     monkeypatch.delattr(Trainer, "_run_epoch")
     with pytest.raises(ImportError) as error:
-        _trainer._refuse_other_versions()
+        _trainer_refusals.refuse_other_versions()
     assert str(error.value) == (
         f"the Trainer of transformers {transformers.__version__} has no _run_epoch, which "
         "PackedTrainer replaces: install transformers 5.24"

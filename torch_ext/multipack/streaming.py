@@ -17,98 +17,48 @@ and reads every sample once.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as worker_module
 
 from multipack._agreement import check_agreement
-from multipack._arrays import integer, shown
+from multipack._arrays import integer
 from multipack._config import Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
 from multipack._processes import warn_if_alone
-from multipack._samples import token_array
 from multipack._state import (
     order_settings,
     refuse_differences,
-    refuse_other_kinds,
     refuse_other_version,
     unavailable,
 )
 from multipack._stats import NO_SAMPLES, Tally
+from multipack._stream_source import Sample, Source, as_if_alone, checked
+from multipack._stream_state import (
+    VERSION,
+    Mark,
+    Pass,
+    StreamCounts,
+    pass_from,
+    sample_to_state,
+)
 from multipack.collate import Collator
 from multipack.dataset import RowDataset
 
-_VERSION = 1
+__all__ = ["StreamCounts", "StreamingMultipack"]
 
 _READ_ELSEWHERE = (
     "the stream was read by the workers of a DataLoader, which alone know how far they are; let "
     "torchdata's StatefulDataLoader keep their states, or use num_workers=0"
 )
-
-Sample: TypeAlias = "dict[str, Any]"
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    """An iterable that knows its own position."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamCounts:
-    """What became of the samples of a stream, up to the end of the buffer at hand."""
-
-    read: int = 0
-    """Samples taken from the stream."""
-    dropped: Mapping[str, Tally] = dataclasses.field(default_factory=dict)
-    """Samples left out, by reason: ``over_long``, ``too_short``, ``unlabelled``."""
-    truncated: Tally = NO_SAMPLES
-    """Samples cut to `sequence_len`."""
-    unused_samples: int = 0
-    """Retained samples at the end of the stream that fill no round of ranks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mark:
-    """Where a buffer begins."""
-
-    counts: StreamCounts = StreamCounts()
-    carried: tuple[tuple[int, Sample], ...] = ()
-    """Samples of the buffer before, with their numbers in the stream."""
-    batches: int = 0
-    """Microbatches of this rank before the buffer."""
-    labelled: bool | None = None
-    """Whether samples have labels; None: none was read yet."""
-    source: Any = None
-    """The state of the iterable, behind what was read; None: it has none, or nothing was read."""
-
-
-@dataclasses.dataclass
-class _Pass:
-    """One iteration over the stream."""
-
-    epoch: int = 0
-    mark: _Mark = _Mark()
-    position: int = 0
-    """Microbatches of this rank that are done."""
-    seed: int | None = None
-    """Of the buffer that begins at the mark; None: it was not read yet."""
-    counts: StreamCounts = StreamCounts()
-    shares: tuple[int, int, int] | None = None
-    """A DataLoader worker's number, how many there are, and the microbatch that number 0 began
-    with; None: in no worker."""
 
 
 class StreamingMultipack(IterableDataset[dict[str, Any]]):
@@ -179,7 +129,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         self.config = make_config(config, keys)
         self.rank = checked_rank(rank, self.config.world_size)
         warn_if_alone(self.config, "train")
-        self.iterable = iterable
+        self._source = Source(iterable)
         self.collator = collator
         if self.config.label_balance_window_optim_steps > 1:
             raise ValueError(
@@ -201,10 +151,8 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         # Settings that cannot be planned with fail here and not at the first batch.
         plan_tensors(torch.empty(0, dtype=torch.int64), None, None, self.config, 0, "train")
         # The position that the next iteration begins with, and the one under way.
-        self._start = _Pass()
+        self._start = Pass()
         self._latest = self._start
-        # Where the iterable began a pass that has not come to its end, in a list of one.
-        self._origin: list[Any] | None = None
         # Microbatches of this rank in the latest pass that came to its end.
         self._passed = 0
         # The epoch that DataLoader workers have begun, in memory that they share with this process;
@@ -227,7 +175,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             latest.shares = (info.id, info.num_workers, latest.position)
         if info is not None and info.id == 0:
             again = latest.position == 0 and int(self._begun_by_workers) == latest.epoch
-            if again and hasattr(self.iterable, "set_epoch"):
+            if again and self._source.has_epochs:
                 warnings.warn(
                     f"epoch {latest.epoch} of the stream is read again: workers that do not "
                     "persist begin where the stream of the main process stands; call set_epoch "
@@ -236,6 +184,11 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 )
             self._begun_by_workers.fill_(latest.epoch)
         return self._batches(latest)
+
+    @property
+    def iterable(self) -> Iterable[Mapping[str, Any]]:
+        """The samples, as they were given."""
+        return self._source.iterable
 
     @property
     def epoch(self) -> int:
@@ -259,7 +212,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         """
         epoch = integer("epoch", epoch, least=0)
         if epoch != self.epoch:
-            self._go_to(_Pass(epoch=epoch))
+            self._go_to(Pass(epoch=epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in this process as plain data.
@@ -277,7 +230,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         mark = latest.mark
         unknown = get_worker_info() is None and int(self._begun_by_workers) >= 0
         return {
-            "version": _VERSION,
+            "version": VERSION,
             **self._identity(),
             "replay_error": _READ_ELSEWHERE if unknown else None,
             "epoch": latest.epoch,
@@ -287,7 +240,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 "batches": mark.batches,
                 "labelled": mark.labelled,
                 "counts": dataclasses.asdict(mark.counts),
-                "carried": [[number, _to_state(sample)] for number, sample in mark.carried],
+                "carried": [[number, sample_to_state(sample)] for number, sample in mark.carried],
                 "source": mark.source,
             },
             "shares": None if latest.shares is None else list(latest.shares),
@@ -311,25 +264,25 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 no position; the stream is then as it was.
         """
         if ignore_data_skip:
-            self._go_to(_Pass(epoch=self.epoch))
+            self._go_to(Pass(epoch=self.epoch))
             return
-        refuse_other_version(state, _VERSION)
+        refuse_other_version(state, VERSION)
         refuse_differences(state, self._identity())
         if (fault := state.get("replay_error")) is not None:
             raise unavailable(fault)
-        self._go_to(_pass_from(state))
+        self._go_to(pass_from(state))
 
-    def _go_to(self, start: _Pass) -> None:
+    def _go_to(self, start: Pass) -> None:
         """Let the next iteration begin somewhere; one under way no longer counts."""
         self._start = self._latest = start
         self._begun_by_workers.fill_(-1)
 
-    def _batches(self, latest: _Pass) -> Iterator[dict[str, Any]]:
+    def _batches(self, latest: Pass) -> Iterator[dict[str, Any]]:
         """Yield what is left of a pass, then move on to the next epoch."""
         worker, workers, base = latest.shares or (0, 1, latest.position)
         fixed = layout(self.config, "train") in ("padded", "flattened")
         mark, expected = latest.mark, latest.seed
-        source = self._source(latest.epoch, mark)
+        source = self._source.samples(latest.epoch, mark.counts.read, mark.source)
         ended = False
         while not ended:
             buffer, labelled = self._read(source, mark)
@@ -344,7 +297,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 # The state of a Hugging Face stream leaves out what waits to be shuffled. To read
                 # everything again is slow, but exact.
                 mark = dataclasses.replace(mark, source=None)
-                source = self._source(latest.epoch, mark)
+                source = self._source.samples(latest.epoch, mark.counts.read, None)
                 continue
             expected = None
             if latest.epoch == mark.counts.read == 0:
@@ -365,52 +318,23 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                     latest.position = number + 1
                     batch = plan[self.rank, k]
                     yield self.collator(rows[batch[0] if fixed else batch])
-            mark = _Mark(
+            mark = Mark(
                 counts=counts,
                 carried=tuple(buffer[place] for place in rest),
                 batches=mark.batches + rounds,
                 labelled=labelled,
-                source=_state_of(self.iterable),
+                source=self._source.state(),
             )
             # The samples of one buffer go before those of the next come.
             del buffer, samples, rows, plan
         # A newer iteration or a set_epoch has taken over otherwise.
         if self._latest is latest:
-            self._origin, self._passed = None, mark.batches
-            self._start = self._latest = _Pass(epoch=latest.epoch + 1, counts=latest.counts)
-
-    def _source(self, epoch: int, mark: _Mark) -> Iterator[Mapping[str, Any]]:
-        """Return the iterable's samples in an epoch from a mark on."""
-        read, state = mark.counts.read, mark.source
-        if hasattr(self.iterable, "set_epoch"):
-            _own_epoch(self.iterable)
-            self.iterable.set_epoch(epoch)
-        with _as_if_alone():
-            if isinstance(self.iterable, _Stateful):
-                # It would go on from where a pass was given up, and samples would be lost.
-                if self._origin is None:
-                    self._origin = [_origin_of(self.iterable)]
-                else:
-                    _send_back(self.iterable, self._origin[0])
-                if state is not None:
-                    self.iterable.load_state_dict(state)
-                    source = iter(self.iterable)
-                    if _is_hugging_face(self.iterable):
-                        # It would begin there whenever this epoch is read again.
-                        first = list(itertools.islice(source, 1))
-                        _send_back(self.iterable, self._origin[0])
-                        source = itertools.chain(first, source)
-                    return source
-            source = iter(self.iterable)
-            passed_over = sum(1 for _ in itertools.islice(source, read))
-        if passed_over < read:
-            raise unavailable(
-                f"the stream ends after {passed_over} samples, but {read} were read before"
-            )
-        return source
+            self._source.end()
+            self._passed = mark.batches
+            self._start = self._latest = Pass(epoch=latest.epoch + 1, counts=latest.counts)
 
     def _read(
-        self, source: Iterator[Mapping[str, Any]], mark: _Mark
+        self, source: Iterator[Mapping[str, Any]], mark: Mark
     ) -> tuple[list[tuple[int, Sample]], bool | None]:
         """Read a buffer: what was carried over, and new samples behind it.
 
@@ -418,22 +342,22 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
             tuple: The samples with their numbers in the stream, and whether they have labels.
         """
         buffer, labelled = list(mark.carried), mark.labelled
-        with _as_if_alone():
+        with as_if_alone():
             new = itertools.islice(source, self.config.streaming_multipack_buffer_size)
-            for number, sample in enumerate(new, mark.counts.read):
-                taken = _taken(sample, number)
+            for number, given in enumerate(new, mark.counts.read):
+                sample = checked(given, number)
                 if labelled is None:
-                    labelled = "labels" in taken
-                if ("labels" in taken) != labelled:
+                    labelled = "labels" in sample
+                if ("labels" in sample) != labelled:
                     has, lacks = (0, number) if labelled else (number, 0)
                     raise ValueError(
                         f"sample {lacks} of the stream has no 'labels', but sample {has} has: give "
                         "them to all samples, or to none"
                     )
-                buffer.append((number, taken))
+                buffer.append((number, sample))
         return buffer, labelled
 
-    def _counts(self, mark: _Mark, buffer: list[tuple[int, Sample]]) -> StreamCounts:
+    def _counts(self, mark: Mark, buffer: list[tuple[int, Sample]]) -> StreamCounts:
         """Count the new samples of a buffer, and those among them that are not kept whole."""
         new = buffer[len(mark.carried) :]
         truncated = mark.counts.truncated
@@ -488,162 +412,6 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
         return {"settings": order_settings(self.config, "train", streaming=True)}
 
 
-class Endless(IterableDataset[dict[str, Any]]):
-    """A stream, pass after pass as if it were one, for a trainer that counts steps and no epochs.
-
-    The order is that of a single process with any number of workers: each goes on in the next pass
-    with the microbatch whose turn it has. What gives nothing when it is read again, as a generator
-    does, has come to its end.
-
-    Args:
-        stream (StreamingMultipack): The passes.
-    """
-
-    def __init__(self, stream: StreamingMultipack) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield microbatches from the start of epoch 0.
-
-        Raises:
-            ValueError: If there is none.
-        """
-        stream, info, before = self.stream, get_worker_info(), 0
-        for epoch in itertools.count():
-            shares = None if info is None else (info.id, info.num_workers, -before)
-            stream._go_to(_Pass(epoch=epoch, shares=shares))
-            yield from stream
-            if stream._passed == 0:
-                break
-            before += stream._passed
-        if before == 0:
-            raise ValueError(
-                "the stream gave no microbatch: what is retained of it does not fill one round of "
-                f"{stream.config.world_size} ranks, see its warnings"
-            )
-
-    @property
-    def samples(self) -> int:
-        """A hash of the first buffer, whichever process has read it; -1: none has."""
-        return int(self.stream._first_samples)
-
-    def state_at(self, position: int) -> dict[str, Any]:
-        """Return the state after so many microbatches of this rank, as plain data."""
-        identity = self.stream._identity()
-        return {"version": _VERSION, **identity, "position": position, "samples": self.samples}
-
-    def position_of(self, state: Mapping[str, Any]) -> int:
-        """Return how many microbatches of a rank are done in a state.
-
-        Raises:
-            TypeError: If it is no state.
-            ValueError: If it was saved with other settings; the text names each.
-        """
-        refuse_other_version(state, _VERSION)
-        refuse_differences(state, self.stream._identity())
-        return integer("position", state.get("position"), least=0)
-
-    def check_samples(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of other samples. Only behind the first microbatch is it known.
-
-        Raises:
-            ValueError: If it is one.
-        """
-        # A state that was saved before anything was read says nothing.
-        if state.get("samples", -1) not in (-1, self.samples):
-            raise unavailable(
-                "the stream yields other samples than before, or in another order, among the first "
-                f"{self.stream.config.streaming_multipack_buffer_size}"
-            )
-
-
-@contextlib.contextmanager
-def _as_if_alone() -> Iterator[None]:
-    """Hide from the iterable that it runs in a DataLoader worker.
-
-    Streams of Hugging Face would yield each worker its own samples, but here all workers read all.
-    """
-    info, worker_module._worker_info = worker_module._worker_info, None
-    try:
-        yield
-    finally:
-        worker_module._worker_info = info
-
-
-def _own_epoch(iterable: Any) -> None:
-    """Give the iterable of a worker an epoch of its own.
-
-    The streams of Hugging Face keep theirs in memory that all workers share, and `set_epoch` adds
-    the difference to it: two workers at once add it twice, and read another epoch than was meant.
-    """
-    epoch = getattr(iterable, "_epoch", None)
-    if get_worker_info() is not None and isinstance(epoch, torch.Tensor):
-        iterable._epoch = epoch.clone()
-
-
-def _state_of(iterable: Iterable[Any]) -> Any:
-    """Return a copy of the state of an iterable, or None if it has none, or cannot tell it.
-
-    It is asked for whether or not anything will be saved, so that its fault must not end the pass.
-    """
-    if not isinstance(iterable, _Stateful):
-        return None
-    try:
-        return copy.deepcopy(iterable.state_dict())
-    except Exception as error:  # whatever the code of others may raise
-        warnings.warn(
-            f"the state of the iterable cannot be had ({type(error).__name__}: {error}): resuming "
-            "will read the stream from its start, and pass over what was read",
-            stacklevel=4,
-        )
-        return None
-
-
-def _origin_of(iterable: Any) -> Any:
-    """Return a copy of the state that the next iteration begins with.
-
-    It is what the streams of Hugging Face were told to begin with: their own state stays where the
-    last iteration stopped, though the next one starts anew.
-    """
-    if _is_hugging_face(iterable):
-        return copy.deepcopy(iterable._starting_state_dict)
-    return _state_of(iterable)
-
-
-def _send_back(iterable: Any, origin: Any) -> None:
-    """Let the next iteration begin where `_origin_of` said; what could not tell stays as it is."""
-    if origin is not None or _is_hugging_face(iterable):
-        iterable.load_state_dict(origin)
-
-
-def _is_hugging_face(iterable: Any) -> bool:
-    """Whether it keeps where it is to begin apart from where it is."""
-    return hasattr(iterable, "_starting_state_dict")
-
-
-def _taken(sample: Any, number: int) -> Sample:
-    """Return a sample of the stream with its tokens and labels as arrays."""
-    if not isinstance(sample, Mapping):
-        raise TypeError(
-            f"sample {number} of the stream is a {type(sample).__name__}, but a sample is a "
-            "mapping with 'input_ids'"
-        )
-    if "input_ids" not in sample:
-        raise ValueError(
-            f"sample {number} of the stream has no 'input_ids', but {', '.join(sorted(sample))}"
-        )
-    taken = dict(sample)
-    for key in taken.keys() & {"input_ids", "labels"}:
-        taken[key] = np.asarray(token_array(taken[key], key, number))
-    tokens, labels = len(taken["input_ids"]), len(taken.get("labels", taken["input_ids"]))
-    if tokens != labels:
-        raise ValueError(
-            f"sample {number} of the stream has {tokens} input_ids but {labels} labels: give one "
-            "for each token"
-        )
-    return taken
-
-
 def _seed(config: Config, samples: list[Sample]) -> int:
     """Hash the tokens of a buffer and the planning seed."""
     seed = config.seed if config.data_seed is None else config.data_seed
@@ -690,94 +458,3 @@ def _warn(before: StreamCounts, now: StreamCounts, config: Config) -> None:
             f"{config.world_size} ranks and are left out; incomplete_batches: fill keeps them",
             stacklevel=3,
         )
-
-
-def _to_state(sample: Sample) -> dict[str, Any]:
-    """Write a sample as plain data; arrays that are no tokens as tensors, to keep their dtype."""
-
-    def plain(key: str, value: Any) -> Any:
-        if key in ("input_ids", "labels") or isinstance(value, np.generic):
-            return value.tolist()
-        return torch.tensor(value) if isinstance(value, np.ndarray) else value
-
-    return {key: plain(key, value) for key, value in sample.items()}
-
-
-def _pass_from(state: Mapping[str, Any]) -> _Pass:
-    """Read a state. It may come from anywhere, so nothing in it is taken to be what it should be.
-
-    Raises:
-        TypeError: If a part is of the wrong kind; the text names it.
-        ValueError: If a part is missing or out of range.
-    """
-    buffer, seed = _part(state, "buffer", Mapping), None
-    if _get(buffer, "seed") is not None:
-        seed = _get(buffer, "seed")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed is {shown(seed)}, but must be an integer")
-        if not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed is {shown(seed)}, but must be from 0 to {(1 << 64) - 1}")
-    counts = _counts_from(_part(buffer, "counts", Mapping))
-    carried = []
-    for entry in _part(buffer, "carried", list, tuple):
-        refuse_other_kinds("an entry of carried", entry, list, tuple)
-        if len(entry) != 2:
-            raise ValueError(f"an entry of carried has {len(entry)} parts: a number and a sample")
-        number = integer("the number of a carried sample", entry[0], least=0)
-        carried.append((number, _taken(entry[1], number)))
-    shares = _part(state, "shares", list, tuple, type(None))
-    if shares is not None:
-        if len(shares) != 3:
-            raise ValueError(f"shares has {len(shares)} entries, but must have 3")
-        worker, workers, base = (integer("an entry of shares", share, least=0) for share in shares)
-        if worker >= workers:
-            raise ValueError(f"shares is of worker {worker}, but there are {workers}")
-        shares = (worker, workers, base)
-    return _Pass(
-        epoch=integer("epoch", _get(state, "epoch"), least=0),
-        mark=_Mark(
-            counts=counts,
-            carried=tuple(carried),
-            batches=integer("batches", _get(buffer, "batches"), least=0),
-            labelled=_part(buffer, "labelled", bool, type(None)),
-            source=_get(buffer, "source"),
-        ),
-        position=integer("position", _get(state, "position"), least=0),
-        seed=seed,
-        counts=counts,
-        shares=shares,
-    )
-
-
-def _counts_from(state: Mapping[str, Any]) -> StreamCounts:
-    dropped = _part(state, "dropped", Mapping)
-    return StreamCounts(
-        read=integer("read", _get(state, "read"), least=0),
-        dropped={str(reason): _tally_from(dropped, reason) for reason in dropped},
-        truncated=_tally_from(state, "truncated"),
-        unused_samples=integer("unused_samples", _get(state, "unused_samples"), least=0),
-    )
-
-
-def _tally_from(state: Mapping[str, Any], name: str) -> Tally:
-    tally = _part(state, name, Mapping)
-
-    def number(key: str) -> int | None:
-        value = _get(tally, key)
-        return None if value is None else integer(f"{key} of {name}", value, least=0)
-
-    return Tally(number("count") or 0, number("first"), number("longest"))
-
-
-def _part(state: Mapping[str, Any], key: str, *kinds: type) -> Any:
-    """Return a part of a state that must be of one of these kinds."""
-    value = _get(state, key)
-    refuse_other_kinds(key, value, *kinds)
-    return value
-
-
-def _get(state: Mapping[str, Any], key: str) -> Any:
-    """Return a part of a state that must be there."""
-    if key not in state:
-        raise ValueError(f"the state has no {key!r}")
-    return state[key]

@@ -16,31 +16,28 @@ and a plan for each epoch.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_convert
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from multipack._config import Config, Split, layout
-from multipack._plan import Plan, count_labels
-from multipack._samples import token_array
+from multipack._endless import Endless
+from multipack._plan import Plan
 from multipack.collate import IGNORED_LABEL, Collator
 from multipack.dataset import PackedDataset, RowDataset
 from multipack.integrations import _checkpoint
-from multipack.integrations._parallel import (
-    refuse_context_parallelism,
-    refuse_sequence_parallelism,
-)
+from multipack.integrations._parallel import refuse_context_parallelism
 from multipack.integrations._ranks import check_ranks
 from multipack.integrations._versions import require
 from multipack.sampler import MultipackBatchSampler
-from multipack.streaming import Endless, StreamingMultipack
+from multipack.streaming import StreamingMultipack
 
 require("accelerate", "datasets", "transformers")
 import datasets  # type: ignore[import-untyped] # noqa: E402
@@ -51,64 +48,35 @@ from accelerate.utils import (  # type: ignore[import-untyped] # noqa: E402
     broadcast_object_list,
     gather_object,
 )
-from transformers import Trainer, __version__  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from transformers.trainer_utils import (  # noqa: E402
     EvalLoopOutput,
     rotate_checkpoints,
     seed_worker,
 )
 
-# Names of trainers that do not train on single causal texts, as parts of class names.
-_OTHER_TRAINERS = {
-    "reward models": ("Reward", "PRM"),
-    "preferences": ("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO"),
-    "reinforcement learning": ("PPO", "GRPO", "RLOO", "GMPO", "A2PO", "OnlineDPO", "NashMD", "XPO"),
-    "distillation": ("Distillation", "GKD", "GOLD", "SDFT", "SDPO", "IWOPD"),
-    "diffusion": ("Diffusion", "DDPO"),
-}
-
-# What models learn instead of the next token, as transformers names their losses.
-_OTHER_LOSSES = {
-    "ForMaskedLM": "masked tokens",
-    "ForQuestionAnswering": "spans of answers",
-    "ForSequenceClassification": "one label for each sample, as reward models do",
-    "ForTokenClassification": "classes of tokens",
-}
-
-# Attention whose tensors have a part for each row.
-_SCATTERED = ("bool", "additive", "none")
+from multipack.integrations._trainer_data import (  # noqa: E402
+    Keys,
+    KeysCollated,
+    Microbatches,
+    is_stream,
+    measure,
+    refuse_other_labels,
+)
+from multipack.integrations._trainer_refusals import (  # noqa: E402
+    SCATTERED,
+    refuse_arguments,
+    refuse_kind,
+    refuse_model,
+    refuse_other_versions,
+    refuse_shared_rows,
+    refuse_stream,
+    warn_of_uneven_weights,
+)
 
 _FLAT_COLUMNS = {"input_ids", "labels", "attention_mask"}
 
-# Methods of the Trainer that are replaced here and are no part of its documented interface.
-_PRIVATE = (
-    "_get_num_items_in_batch",
-    "_init_training_state",
-    "_push_from_checkpoint",
-    "_run_epoch",
-    "_save_checkpoint",
-    "_track_num_input_tokens",
-    "get_cp_size",
-    "get_sp_size",
-    "get_tp_size",
-    "set_initial_training_values",
-)
-
-
-def _refuse_other_versions() -> None:
-    """Refuse a Trainer that would not call what is replaced: epochs or resuming would be wrong.
-
-    Raises:
-        ImportError: If it has no such method.
-    """
-    if missing := [name for name in _PRIVATE if not hasattr(Trainer, name)]:
-        raise ImportError(
-            f"the Trainer of transformers {__version__} has no {missing[0]}, which PackedTrainer "
-            "replaces: install transformers 5.24"
-        )
-
-
-_refuse_other_versions()
+refuse_other_versions()
 
 
 class PackedTrainer(Trainer):
@@ -174,7 +142,7 @@ class PackedTrainer(Trainer):
                 f"data_collator is a {type(data_collator).__name__}, but the batches of a plan are "
                 "made by a multipack.Collator: leave it out, or give one"
             )
-        _refuse_kind(type(self))  # before its own errors
+        refuse_kind(type(self))  # before its own errors
         self._packing = config
         self._template = data_collator
         self._train_plan: MultipackBatchSampler | None = None
@@ -186,11 +154,12 @@ class PackedTrainer(Trainer):
         self._eval_loaders: list[tuple[Any, Config, DataLoader[Any]]] = []
         self._token_losses: list[torch.Tensor] | None = None
         super().__init__(model, args, **kwargs)
-        _refuse_model(self.model)
-        _refuse_arguments(self, config)
+        refuse_model(self.model)
+        refuse_arguments(self, config, self._ranks)
         for dataset in _each(self.eval_dataset):
-            _refuse_stream(dataset)
-        _warn_of_uneven_weights(self)
+            refuse_stream(dataset)
+        warn_of_uneven_weights(self, config, self._ranks)
+        # What is wrong with a batch is said here, and not at the first one.
         self._collator("train")
         if self.eval_dataset is not None:
             self._collator("eval")
@@ -203,7 +172,7 @@ class PackedTrainer(Trainer):
             loader: DataLoader[Any] = super().get_train_dataloader()  # has the error for it
             return loader
         self._train_plan = self._train_stream = None
-        if _is_stream(self.train_dataset):
+        if is_stream(self.train_dataset):
             loader, self._train_stream = self._stream_loader(self.train_dataset)
             return loader
         loader, self._train_plan = self._loader(self.train_dataset, "train")
@@ -227,7 +196,7 @@ class PackedTrainer(Trainer):
         if eval_dataset is None:
             loader: DataLoader[Any] = super().get_eval_dataloader()  # has the error for it
             return loader
-        _refuse_stream(eval_dataset)
+        refuse_stream(eval_dataset)
         config = self._config()
         for known, settings, loader in self._eval_loaders:
             if known is eval_dataset and settings == config:
@@ -260,7 +229,7 @@ class PackedTrainer(Trainer):
         data: Dataset[Any]
         collate: Any = collator
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            _refuse_other_labels(dataset.column_names)
+            refuse_other_labels(dataset.column_names)
             dataset = self._remove_unused_columns(dataset, description=split)
             flat = PackedDataset.from_arrow(dataset, collator=collator)
             lengths, counts, starts = flat.lengths, None, None
@@ -271,34 +240,31 @@ class PackedTrainer(Trainer):
             else:
                 data = RowDataset(dataset)
         else:
-            lengths, counts, starts = _measure(dataset, config)
-            data = RowDataset(self._without_unused_keys(dataset))
+            lengths, counts, starts = measure(dataset, config)
+            keys = self._used_keys()
+            data = RowDataset(dataset if keys is None else Keys(dataset, keys))
         sampler = MultipackBatchSampler(
             lengths,
             counts,
             config,
             label_starts=starts,
-            rank=self.args.process_index // self._peers,
+            rank=self._rank,
             split=split,
             fingerprint=fingerprint,
         )
         return self._prepared(
-            _Microbatches(data), batch_sampler=sampler, collate_fn=collate
+            Microbatches(data), batch_sampler=sampler, collate_fn=collate
         ), sampler
 
     def _stream_loader(self, samples: Any) -> tuple[DataLoader[Any], Endless]:
         """Return the loader of this rank's share of a stream."""
         collator = self._collator("train")
-        keys: frozenset[str] | None = None
-        if self.args.remove_unused_columns:
-            self._set_signature_columns_if_needed()
-            keys = frozenset(self._signature_columns or ())
         stream = Endless(
             StreamingMultipack(
                 samples,
                 collator.config,
-                rank=self.args.process_index // self._peers,
-                collator=_KeysCollated(collator, keys),
+                rank=self._rank,
+                collator=KeysCollated(collator, self._used_keys()),
             )
         )
         return self._prepared(stream, batch_size=None), stream
@@ -339,21 +305,10 @@ class PackedTrainer(Trainer):
         collator = self._new_collator(config, split)
         if config.multipack_real_batches is None and layout(config, split) == "one_row":
             # A dense mask of one long row takes as much as those of its rows, squared.
-            masked = collator.attention in _SCATTERED
+            masked = collator.attention in SCATTERED
             config = config.replace(multipack_real_batches=masked or self.args.n_gpu > 1)
         kind = layout(config, split)
-        if self.args.n_gpu > 1:
-            fault = None
-            if kind in ("one_row", "flattened"):
-                fault = "one row"
-            elif collator.attention not in _SCATTERED:
-                fault = f"attention={collator.attention!r}, whose borders run through all rows"
-            if fault is not None:
-                raise ValueError(
-                    f"{self.args.n_gpu} GPUs in one process share a batch by its rows, but this "
-                    f"one has {fault}: start a process for each GPU with torchrun, or set "
-                    "multipack_real_batches and an attention with masks"
-                )
+        refuse_shared_rows(self.args.n_gpu, kind, collator)
         refuse_context_parallelism(self.get_cp_size(), kind)
         collator.config = config
         return collator
@@ -378,7 +333,7 @@ class PackedTrainer(Trainer):
             micro_batch_size=self._train_batch_size,
             eval_batch_size=args.eval_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            world_size=args.world_size // self._peers,
+            world_size=self._ranks,
             **seeds,
         )
 
@@ -387,12 +342,22 @@ class PackedTrainer(Trainer):
         """Processes that share one data-parallel rank's batches."""
         return int(self.get_tp_size() * self.get_cp_size())
 
-    def _without_unused_keys(self, dataset: Any) -> Any:
-        """Drop the keys of samples that the model does not take, as is done with columns."""
+    @property
+    def _ranks(self) -> int:
+        """Data-parallel ranks."""
+        return int(self.args.world_size) // self._peers
+
+    @property
+    def _rank(self) -> int:
+        """This process's data-parallel rank."""
+        return int(self.args.process_index) // self._peers
+
+    def _used_keys(self) -> frozenset[str] | None:
+        """Return which keys of samples the model takes, as is done with columns; None: all."""
         if not self.args.remove_unused_columns:
-            return dataset
+            return None
         self._set_signature_columns_if_needed()
-        return _Keys(dataset, frozenset(self._signature_columns or ()))
+        return frozenset(self._signature_columns or ())
 
     # Epochs, which may differ in length
 
@@ -411,7 +376,7 @@ class PackedTrainer(Trainer):
             whole = int(args.num_train_epochs)
             steps = sampler.total_steps(whole)
             if (part := args.num_train_epochs - whole) > 0:
-                steps += -int(-part * (sampler.total_steps(whole + 1) - steps) // 1)
+                steps += math.ceil(part * (sampler.total_steps(whole + 1) - steps))
             values[-1] = steps
         return tuple(values)
 
@@ -434,9 +399,9 @@ class PackedTrainer(Trainer):
             # A callback may end the epoch, and a checkpoint may be that of the last step.
             if done < wanted and not self.control.should_epoch_stop:
                 warnings.warn(
-                    f"the stream gives nothing when it is read again, so the training ends after "
-                    f"{done} of {wanted} steps: give an iterable that starts anew, as data sets "
-                    "do, or set max_steps to less",
+                    "the stream gives nothing when it is read again, so the training ends after "
+                    f"{done} of {wanted} steps: give an iterable that starts "
+                    "anew, as data sets do, or set max_steps to less",
                     stacklevel=2,
                 )
             self.control.should_training_stop = True
@@ -644,250 +609,9 @@ class PackedTrainer(Trainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
 
-class _Microbatches(Dataset[Any]):
-    """Whole microbatches, for accelerate."""
-
-    # Nothing was repeated to fill the last batch up, so accelerate is to cut nothing off.
-    total_dataset_length = 0
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, batch: Any) -> Any:
-        return self.dataset.__getitems__(batch)
-
-
-class _Keys(Dataset[Any]):
-    """A data set whose samples have some of the keys only."""
-
-    def __init__(self, dataset: Any, keys: frozenset[str]) -> None:
-        self.dataset = dataset
-        self.keys = keys
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return {key: value for key, value in self.dataset[index].items() if key in self.keys}
-
-
-class _KeysCollated:
-    """A collator of samples of which the model takes some of the keys only; None: all."""
-
-    def __init__(self, collator: Collator, keys: frozenset[str] | None) -> None:
-        self.collator = collator
-        self.keys = keys
-
-    def __call__(self, batch: list[Any]) -> dict[str, Any]:
-        rows: list[Any] = [
-            self._kept(row) if isinstance(row, Mapping) else [self._kept(sample) for sample in row]
-            for row in batch
-        ]
-        return self.collator(rows)
-
-    def _kept(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-        _refuse_other_labels(sample)
-        if self.keys is None:
-            return sample
-        return {key: value for key, value in sample.items() if key in self.keys}
-
-
-def _measure(dataset: Any, config: Config) -> tuple[Any, Any, Any]:
-    """Read through a data set for lengths, label counts and label starts, 1000 samples at a time.
-
-    Raises:
-        ValueError: If a sample has no `input_ids`, labels by another name, or only some have any.
-    """
-    lengths, counts, starts = [], [], []
-    for first in range(0, len(dataset), 1000):
-        samples = [dataset[i] for i in range(first, min(first + 1000, len(dataset)))]
-        numbers = range(first, first + len(samples))
-        for number, sample in zip(numbers, samples, strict=True):
-            if "input_ids" not in sample:
-                raise ValueError(f"sample {number} has no 'input_ids': tokenise the data set first")
-            _refuse_other_labels(sample)
-        sizes = [len(sample["input_ids"]) for sample in samples]
-        lengths += sizes
-        labels = [
-            np.asarray(token_array(sample["labels"], "labels", number))
-            for number, sample in zip(numbers, samples, strict=True)
-            if "labels" in sample
-        ]
-        if labels:
-            flat = torch.from_numpy(np.concatenate(labels).astype(np.int64))
-            offsets = torch.tensor([0, *np.cumsum([len(part) for part in labels])])
-            found, started = count_labels(flat, offsets, config)
-            counts.append(found)
-            starts.append(started)
-    if not counts:
-        return lengths, None, None
-    labelled = sum(len(part) for part in counts)
-    if labelled != len(lengths):
-        raise ValueError(
-            f"{labelled} of {len(lengths)} samples have labels: give them to all, or to none"
-        )
-    return lengths, torch.cat(counts), torch.cat(starts)
-
-
-def _refuse_other_labels(keys: Container[str]) -> None:
-    """Refuse what says by another name which tokens are supervised: the model takes no such key.
-
-    Raises:
-        ValueError: If there are labels that are moved to where they are predicted, or a mask of
-            TRL's in place of labels.
-    """
-    if "shift_labels" in keys:
-        raise ValueError(
-            "the samples have 'shift_labels', but models shift 'labels' by themselves: give labels "
-            "in their place, which are [-100, *shift_labels[:-1]]"
-        )
-    for mask in ("completion_mask", "assistant_masks"):
-        if mask in keys and "labels" not in keys:
-            raise ValueError(
-                f"the samples have {mask!r} and no labels: give labels, which are -100 where the "
-                "mask is 0"
-            )
-
-
 def _each(datasets_: Any) -> Iterator[Any]:
     """Yield one data set, or several from a mapping, or none."""
     if isinstance(datasets_, dict):
         yield from datasets_.values()
     elif datasets_ is not None:
         yield datasets_
-
-
-def _refuse_kind(kind: type[Trainer]) -> None:
-    """Refuse trainers that do not learn single causal texts.
-
-    Raises:
-        ValueError: If it is one of them.
-    """
-    for base in kind.__mro__:
-        for what, parts in _OTHER_TRAINERS.items():
-            name = base.__name__
-            if name.endswith("Trainer") and any(part in name for part in parts):
-                raise ValueError(
-                    f"{name} is a trainer for {what}, but multipack packs and balances "
-                    "the samples of causal language-model training: use it with Trainer or "
-                    "SFTTrainer"
-                )
-
-
-def _refuse_model(model: Any) -> None:
-    """Refuse models that do not learn the next token.
-
-    Raises:
-        ValueError: If it is one of them.
-    """
-    config, name = getattr(model, "config", None), type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name} is an encoder with a decoder, but multipack packs the samples of causal "
-            "language models"
-        )
-    if "diffusion" in getattr(config, "model_type", ""):
-        raise ValueError(
-            f"{name} is a diffusion model, but multipack packs and balances the samples of causal "
-            "language models"
-        )
-    learnt = _OTHER_LOSSES.get(getattr(model, "loss_type", None) or "")
-    if learnt is not None:
-        raise ValueError(
-            f"{name} learns {learnt}, but multipack packs and balances the samples of causal "
-            "language models"
-        )
-
-
-def _warn_of_uneven_weights(trainer: PackedTrainer) -> None:
-    """Warn of a model whose loss stays the mean of a microbatch, whatever the step has.
-
-    Warns:
-        UserWarning: If it is one, and a step has several microbatches, whose labels are not
-            balanced.
-    """
-    args = trainer.args
-    microbatches = args.gradient_accumulation_steps * (args.world_size // trainer._peers)
-    told = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    even = told or trainer._packing.balance_labels
-    if trainer.train_dataset is not None and microbatches > 1 and not even:
-        warnings.warn(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch, so the loss of a step is "
-            f"the mean of its {microbatches} microbatches' means, and tokens in a microbatch with "
-            "few labels weigh more than others: give the model's forward a **kwargs that reaches "
-            "its loss, give compute_loss_func, or balance_labels, with which they differ little",
-            stacklevel=3,
-        )
-
-
-def _refuse_arguments(trainer: PackedTrainer, config: Config) -> None:
-    """Refuse arguments of the trainer that a plan excludes, and settings that contradict them.
-
-    Raises:
-        ValueError: If there is such an argument.
-    """
-    args = trainer.args
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy != "random":
-        raise ValueError(
-            f"train_sampling_strategy is {strategy!r}, but the plan says which samples go together "
-            "and when: leave it out (for the order of the data set, set "
-            "sample_packing_sequentially in the config)"
-        )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(args.accelerator_config, name):
-            raise ValueError(
-                f"accelerator_config has {name}, which would cut microbatches up: leave it out"
-            )
-    if getattr(trainer.processing_class, "padding_side", "right") != "right":
-        raise ValueError(
-            "the tokenizer pads on the left, but batches are padded on the right: set its "
-            "padding_side to 'right'"
-        )
-    refuse_sequence_parallelism(trainer.get_sp_size())
-    if args.include_num_input_tokens_seen == "non_padding" and _is_stream(trainer.train_dataset):
-        raise ValueError(
-            "include_num_input_tokens_seen is 'non_padding', but the batches of a stream do not "
-            "tell what is padding: set it to 'all'"
-        )
-    decided = {
-        "micro_batch_size": ("per_device_train_batch_size", args.per_device_train_batch_size),
-        "eval_batch_size": ("per_device_eval_batch_size", args.per_device_eval_batch_size),
-        "gradient_accumulation_steps": (
-            "gradient_accumulation_steps",
-            args.gradient_accumulation_steps,
-        ),
-        "world_size": ("number of data-parallel ranks", args.world_size // trainer._peers),
-        "seed": ("seed", args.seed),
-        "data_seed": ("data_seed", args.data_seed),
-    }
-    defaults = Config()
-    for key, (name, value) in decided.items():
-        here = getattr(config, key)
-        if value is not None and here not in (getattr(defaults, key), value):
-            raise ValueError(
-                f"the config has {key} {here}, but the trainer's {name} is {value}: leave it out "
-                "of the config"
-            )
-
-
-def _is_stream(dataset: Any) -> bool:
-    """Whether a data set has no indices."""
-    streams = IterableDataset | datasets.IterableDataset
-    has_indices = dataset is None or hasattr(dataset, "__getitem__")
-    return isinstance(dataset, streams) or not has_indices
-
-
-def _refuse_stream(dataset: Any) -> None:
-    """Refuse data to evaluate on that has no indices.
-
-    Raises:
-        TypeError: If it has none.
-    """
-    if _is_stream(dataset):
-        raise TypeError(
-            "the data set is a stream, but an evaluation needs indices: give a map-style data set"
-        )
