@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,23 @@ def test_a_file_that_is_no_plan_is_not_written_over(
     assert shards[1].read_text() == "3\n4\n"
 
 
+def test_a_zip_of_a_later_version_is_not_written_over(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's zipfile says of one that it is not implemented, by an exception of its own kind."""
+    path = lengths.with_name("later.zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("index.npy", b"")
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 6] = 99  # the version that is needed to read it
+    path.write_bytes(content)
+
+    assert main(["plan", "make", str(lengths), str(path), "--sequence-len=9"]) == 2
+
+    assert capsys.readouterr().err.startswith(f"multipack: {path} is there, and is no plan: ")
+    assert path.read_bytes() == content
+
+
 def test_a_plan_is_written_over_but_nowhere_else(
     lengths: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -605,6 +623,29 @@ def test_a_full_disk_is_one_sentence(lengths: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == (
         "multipack: cannot write /dev/full: No space left on device\n"
     )
+
+
+@pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")
+def test_options_stand_anywhere_between_files(
+    lengths: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(lengths.parent)
+    lengths.rename("-lengths.npy")
+    plan, data = "epoch.plan", "./-lengths.npy"
+    shown = []
+    for make, show in (
+        ([data, plan, *SETTINGS], [plan, data, "--rank", "1"]),
+        ([data, *SETTINGS, plan], [plan, "--rank", "1", data]),
+        ([*SETTINGS, "--", data[2:], plan], ["--rank", "1", "--", plan, data[2:]]),
+    ):
+        assert main(["plan", "make", *make]) == 0
+        capsys.readouterr()
+        assert main(["plan", "show", *show]) == 0
+        shown.append(capsys.readouterr().out)
+        Path(plan).unlink()
+
+    assert "microbatch 0 of rank 1: " in shown[0]
+    assert shown == [shown[0]] * 3
 
 
 @pytest.mark.filterwarnings("ignore:of 8 samples 1 dropped")

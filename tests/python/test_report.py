@@ -101,9 +101,13 @@ def test_what_an_axolotl_yaml_may_mean_is_a_note(
         (["--config", "none.yml"], "none.yml: No such file or directory"),
         (
             ["--config", "wrong.yml"],
-            "wrong.yml: unknown setting 'sequnce_len', did you mean 'sequence_len'? (an Axolotl "
-            "YAML is for --axolotl)",
+            "wrong.yml: unknown setting 'sequnce_len', did you mean 'sequence_len'?",
         ),
+        (
+            ["--config", "axolotl.yml"],
+            "axolotl.yml: unknown setting 'base_model' (an Axolotl YAML is for --axolotl)",
+        ),
+        (["--config", "list.yml"], "list.yml holds a list, but settings map keys to values"),
         (["--sequence-len", "8", "--sample=-1"], "--sample is -1, but must be 0 or more"),
         (
             ["--sequence-len", "8", "--column", "text"],
@@ -130,6 +134,8 @@ def test_settings_that_cannot_be_planned_with_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     write_lengths(Path("data.npz"))
     Path("wrong.yml").write_text("sequnce_len: 8\n")
+    Path("axolotl.yml").write_text("base_model: Qwen/Qwen3-0.6B\nsequence_len: 8\n")
+    Path("list.yml").write_text("- sequence_len\n")
 
     assert main(["report", "data.npz", *options]) == 2
 

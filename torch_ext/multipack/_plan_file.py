@@ -74,7 +74,7 @@ def is_plan(path: str | PathLike[str]) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return {f"{name}.npy" for name in (*TENSORS, "header")} <= set(archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except Exception:  # of as many classes as in `read`
         return False
 
 

@@ -24,12 +24,27 @@ COMMANDS = {"demo": demo, "plan": plan, "report": report}
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a wrong option is one sentence as every other error, without the usage text."""
+    """argparse, but a wrong option is one sentence as every other error, without the usage text.
+
+    And options may stand anywhere between files.
+    """
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         # Of nested parsers the innermost has the last word, and knows the options.
         self.set_defaults(parser=self)
+        self._is_intermixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # argparse cannot mix them where there are subparsers, loses a file after ``--``, and until
+        # Python 3.12 comes back here.
+        if self._subparsers is not None or self._is_intermixing or "--" in args:
+            return super().parse_known_args(args, namespace)
+        self._is_intermixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_intermixing = False
 
     def error(self, message: str) -> NoReturn:
         raise CliError(f"{message}; see `{self.prog} --help`")

@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from multipack import Config
+from multipack._yaml import read_yaml
 from multipack.integrations import axolotl
 
 from ._errors import CliError
@@ -129,7 +130,21 @@ def _plain(path: Path) -> Config:
     try:
         return Config.from_yaml(path)
     except (TypeError, ValueError) as error:
-        raise CliError(f"{path}: {error} (an Axolotl YAML is for --axolotl)") from error
+        text = str(error)
+        if not text.startswith(str(path)):  # the text of what is no YAML does
+            text = f"{path}: {text}"
+        if _is_axolotl(path):
+            text += " (an Axolotl YAML is for --axolotl)"
+        raise CliError(text) from error
+
+
+def _is_axolotl(path: Path) -> bool:
+    """Whether a file has the key that no Axolotl YAML lacks."""
+    try:
+        keys = read_yaml(path)
+    except ValueError:
+        return False
+    return isinstance(keys, dict) and "base_model" in keys
 
 
 def value_of(text: str) -> Any:
