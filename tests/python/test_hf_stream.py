@@ -220,6 +220,28 @@ def test_a_generator_ends_the_training_with_its_last_sample(tmp_path: Path) -> N
     )
 
 
+def test_a_generator_that_ends_within_a_step_says_what_nothing_is_learnt_from(
+    tmp_path: Path,
+) -> None:
+    """The Trainer makes no step of what is left, so it has no part in the weights."""
+    keys: dict[str, Any] = {"gradient_accumulation_steps": 5, "lr_scheduler_type": "constant"}
+    made = trainer(tmp_path, iter(SAMPLES), max_steps=500, **keys)
+    with pytest.warns(UserWarning) as told:
+        made.train()
+    steps, over = divmod(made._microbatch, 5)
+    assert steps == made.state.global_step
+    assert over > 0, "the case needs microbatches that fill no step"
+    assert str(told[-1].message).startswith(
+        "the stream gives nothing when it is read again, so the training ends after "
+        f"{steps} of 500 steps, and nothing is learnt from {over} of 5 microbatches of the next: "
+    )
+
+    whole = trainer(tmp_path, Again(SAMPLES), max_steps=steps, **keys)
+    whole.train()
+    for name, value in trainer_runs.weights(made.model).items():
+        np.testing.assert_array_equal(trainer_runs.weights(whole.model)[name], value)
+
+
 def test_a_training_that_has_ended_is_not_said_to_lack_samples(tmp_path: Path) -> None:
     """Nothing is left to do, nor is anything wrong with the stream."""
     keys: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}

@@ -398,9 +398,12 @@ class PackedTrainer(Trainer):
             done, wanted = self.state.global_step, self.args.max_steps
             # A callback may end the epoch, and a checkpoint may be that of the last step.
             if done < wanted and not self.control.should_epoch_stop:
+                step = self.args.gradient_accumulation_steps
+                over = self._microbatch % step
+                rest = f", and nothing is learnt from {over} of {step} microbatches of the next"
                 warnings.warn(
                     "the stream gives nothing when it is read again, so the training ends after "
-                    f"{done} of {wanted} steps: give an iterable that starts "
+                    f"{done} of {wanted} steps{rest if over else ''}: give an iterable that starts "
                     "anew, as data sets do, or set max_steps to less",
                     stacklevel=2,
                 )
