@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,15 @@ def test_what_would_cut_batches_up_is_refused(
     with pytest.raises(ValueError) as error:
         prepare(accelerator, DataLoader(RowDataset(SAMPLES), batch_sampler=sampler))
     assert str(error.value).startswith(text)
+
+
+def test_a_model_in_stages_is_refused() -> None:
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(pp_size=2))
+    accelerator = Accelerator(cpu=True)
+    _, loader = loader_of(accelerator)
+    with pytest.raises(ValueError, match=r"pipeline parallelism \(pp_size 2\) has stages, which"):
+        prepare(accelerator, model, loader)
 
 
 def test_a_loader_of_no_plan_is_refused() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -417,6 +418,18 @@ def test_sequence_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(error.value) == (
         "sequence parallelism (sp_size 2) exchanges batches between its ranks, which a plan does "
         "not know of: leave it out"
+    )
+
+
+def test_pipeline_parallelism_is_refused(tmp_path: Path) -> None:
+    """The Trainer itself would broadcast the weights of one stage to the others."""
+    model = trainer_runs.tiny_llama()
+    model.config.distributed_config = SimpleNamespace(pp_size=2)  # as `from_pretrained` leaves it
+    with pytest.raises(ValueError) as error:
+        packed(tmp_path, model=model)
+    assert str(error.value) == (
+        "pipeline parallelism (pp_size 2) has stages, which the Trainer and Accelerate take for "
+        "data-parallel ranks with the whole model: leave it out"
     )
 
 

@@ -14,7 +14,10 @@ from transformers import Trainer, __version__
 
 from multipack._config import Config, Layout
 from multipack.collate import Collator
-from multipack.integrations._parallel import refuse_sequence_parallelism
+from multipack.integrations._parallel import (
+    refuse_pipeline_parallelism,
+    refuse_sequence_parallelism,
+)
 from multipack.integrations._trainer_data import is_stream
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ def refuse_arguments(trainer: PackedTrainer, config: Config, ranks: int) -> None
             "padding_side to 'right'"
         )
     refuse_sequence_parallelism(trainer.get_sp_size())
+    refuse_pipeline_parallelism(trainer.model)
     if args.include_num_input_tokens_seen == "non_padding" and is_stream(trainer.train_dataset):
         raise ValueError(
             "include_num_input_tokens_seen is 'non_padding', but the batches of a stream do not "

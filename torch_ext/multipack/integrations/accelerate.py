@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from multipack._config import layout
 from multipack.integrations._parallel import (
     refuse_context_parallelism,
+    refuse_pipeline_parallelism,
     refuse_sequence_parallelism,
 )
 from multipack.integrations._ranks import check_ranks
@@ -71,6 +72,8 @@ def prepare(accelerator: Any, *objects: Any, **keys: Any) -> Any:
         raise ValueError(
             "none of the objects is a DataLoader with a MultipackBatchSampler as its batch_sampler"
         )
+    for item in objects:
+        refuse_pipeline_parallelism(item)
     peers = _peers(accelerator)
     for sampler in found:
         _refuse(accelerator, sampler, accelerator.num_processes // peers)
