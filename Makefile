@@ -28,8 +28,9 @@ endif
 # Threads that wait by spinning slow one another down wherever two programs share the cores.
 export OMP_WAIT_POLICY := passive
 
-TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention hf_stream \
-	hf_trainer lightning plan resume_hf torchdata torchrun trl versions workers
+TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention \
+	hf_checkpoints hf_refusals hf_stream hf_trainer lightning plan resume_hf torchdata torchrun trl \
+	versions workers
 
 SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 	$(shell find src cpp -type f)

@@ -9,6 +9,9 @@ import json
 import subprocess
 import sys
 
+# Nested deeper than any reader of JSON or YAML can follow.
+DEEP = "[" * 100_000
+
 _PROGRAM = """
 import json, resource, sys, warnings
 from pathlib import Path

@@ -163,6 +163,41 @@ def arguments(folder: str | Path, **keys: Any) -> Any:
     return TrainingArguments(output_dir=str(folder), **(defaults | keys))
 
 
+def packed(
+    folder: Path,
+    samples: Any = None,
+    *,
+    evaluation: Any = None,
+    kind: Any = None,
+    model: Any = None,
+    config: dict[str, Any] | None = None,
+    given: dict[str, Any] | None = None,
+    **keys: Any,
+) -> Any:
+    """Return a PackedTrainer, or one of another `kind`, on 24 chats or other samples.
+
+    `config` are keys of the plan's, `given` further arguments of the trainer, and `keys` those of
+    its `TrainingArguments`.
+    """
+    import datasets
+
+    from multipack import Config
+    from multipack.integrations.hf import PackedTrainer
+
+    if samples is None:
+        samples = chats(24)
+    if isinstance(samples, list):
+        samples = datasets.Dataset.from_list(samples)
+    return (kind or PackedTrainer)(
+        model=tiny_llama() if model is None else model,
+        args=arguments(folder, **keys),
+        train_dataset=samples,
+        eval_dataset=evaluation,
+        config=Config(**({"sequence_len": 24} | (config or {}))),
+        **(given or {}),
+    )
+
+
 def weights(model: Any) -> dict[str, Any]:
     """Return the weights as arrays, by name."""
     return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
