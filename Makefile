@@ -37,8 +37,8 @@ SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 PACKAGE := $(shell find torch_ext -name '*.py' -o -name '*.html')
 
 .PHONY: demo build test test-core test-rust test-python test-resume test-min test-page \
-	test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench bench-peers \
-	docs wheel fuzz fuzz-coverage miri sanitize tools
+	test-install test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench \
+	bench-peers docs wheel fuzz fuzz-coverage miri sanitize tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -71,6 +71,10 @@ test-min: build .venv-min/requirements.stamp
 # The page of `multipack report` in a browser: needs Chromium, and fails without it.
 test-page: build
 	python -m pytest tests/browser
+
+# The commands of README.md and docs/ that install the package, in a new environment: some minutes.
+test-install: build
+	python -m pytest tests/install
 
 # Random cases by the thousand: TIME seconds in all, from case SEED on or from any. Ten minutes for
 # each target are TIME=3900 on two cores.

@@ -1,6 +1,6 @@
 //! Trains a small causal transformer on packed batches with tch.
 //!
-//!     LIBTORCH_USE_PYTORCH=1 cargo run --release --features torch --example tch_train
+//!     python libtorch.py cargo run --release --features torch --example tch_train
 //!
 //! Counts labels, plans and balances, collates with 4D masks and trains; the loss of a step is the
 //! sum over all its labels, divided by their number. The samples are made up: questions, which are

@@ -5,7 +5,8 @@ A block is fenced, or indented by four spaces after a blank line, which makes it
     ```python        is run, with those before it on the page
     ```text          is what the Python block before it prints
     ```console       commands after `$ `, each with what it prints; so is an indented block with `$`
-    ```sh            commands that are not run here; so is any other indented block
+    ```sh            is run by a shell, as is any other indented block: by `make test-install` if it
+                     installs the package, by `.ci/run` if it calls make, else with the page
     ```yaml          settings of multipack; ```yaml axolotl: of Axolotl
     ```cpp, ```cmake a program, and the file that builds it
     ```rust          is run by cargo, from src/lib.rs
@@ -29,6 +30,9 @@ class Block(NamedTuple):
     """Of its first line of code, from 1."""
     code: str
 
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 KINDS = {"python", "text", "console", "sh", "yaml", "yaml axolotl", "cpp", "cmake", "rust"}
 
@@ -61,6 +65,11 @@ def blocks(page: Path) -> Iterator[Block]:
             at = end
         else:
             at += 1
+
+
+def installs(block: Block) -> bool:
+    """Whether a block is commands of pip."""
+    return block.kind == "sh" and block.code.startswith("pip ")
 
 
 def commands(block: Block) -> list[tuple[str, str]]:

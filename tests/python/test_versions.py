@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -29,13 +30,22 @@ def test_the_oldest_versions_are_those_of_the_test_set_up_and_of_the_extras() ->
     )
 
 
-def test_the_page_of_versions_names_those_of_both_set_ups() -> None:
-    text = (ROOT / "docs" / "install.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
+def test_the_readme_names_the_versions_of_both_set_ups() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    named = {
+        name: (first, last)
+        for name, first, last in re.findall(
+            r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE
+        )
+    }
     oldest, newest = pins("requirements-min.txt"), pins("requirements.txt")
+    code = "import libtorch; print(libtorch.SUPPORTED[0], libtorch.SUPPORTED[-1])"
+    torch = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
-    assert {library for library, *_ in rows} == {*OLDEST, "numpy"}
-    assert rows == [(library, oldest[library], newest[library]) for library, *_ in rows]
+    assert named.pop("torch") == tuple(torch.stdout.split())
+    first, _ = named.pop("Python")
+    assert f'requires-python = ">={first}"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    assert named == {name: (oldest[name], newest[name]) for name in [*OLDEST, "numpy"]}
 
 
 ADAPTERS = {
