@@ -18,7 +18,7 @@ from multipack.cli import data, main, rows_plot, training
 from multipack.cli._errors import CliError
 from multipack.cli.tokenizer import IM_END, IM_START, Tokenizer, load_tokenizer
 
-IGNORED = data.IGNORED
+IGNORED = -100
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -46,11 +46,7 @@ def read(dataset: Any, further: Sequence[str] = ()) -> Columns:
             "the data set makes its samples by a transform, which its Arrow buffers do not show: "
             "apply it with map, or use RowDataset"
         )
-    if "input_ids" not in table.column_names:
-        raise ValueError(
-            f"the data set has no column 'input_ids', but {', '.join(table.column_names)}"
-        )
-    for name in further:
+    for name in ("input_ids", *further):
         if name not in table.column_names:
             raise ValueError(
                 f"the data set has no column {name!r}, but {', '.join(table.column_names)}"
@@ -188,20 +184,16 @@ def _refuse(faults: list[_Fault], mapping: Int64s | None) -> None:
 
 def _check_type(name: str, found: Any) -> None:
     """Refuse a column that is not of lists of the numbers that the ops take."""
-    right = False
-    allowed = "int32 or int64"
-    if pa.types.is_list(found) or pa.types.is_large_list(found):
-        value = found.value_type
-        if name in ("input_ids", "labels"):
-            right = value in (pa.int32(), pa.int64())
-        elif name == "attention_mask":
-            right = pa.types.is_integer(value) or pa.types.is_boolean(value)
-        else:
-            right = pa.types.is_integer(value) or pa.types.is_floating(value)
-    if name == "attention_mask":
+    is_of_lists = pa.types.is_list(found) or pa.types.is_large_list(found)
+    value = found.value_type if is_of_lists else pa.null()
+    if name in ("input_ids", "labels"):
+        allowed, right = "int32 or int64", value in (pa.int32(), pa.int64())
+    elif name == "attention_mask":
         allowed = "integers or bools"
-    elif name not in ("input_ids", "labels"):
+        right = pa.types.is_integer(value) or pa.types.is_boolean(value)
+    else:
         allowed = "integers or floats"
+        right = pa.types.is_integer(value) or pa.types.is_floating(value)
     if not right:
         raise TypeError(
             f"column '{name}' is of type {found}, but must be of lists of {allowed}: "

@@ -28,6 +28,11 @@ from multipack._yaml import read_yaml
 Split = Literal["train", "eval"]
 Layout = Literal["one_row", "real_rows", "padded", "flattened"]
 
+# Layouts of rows that are filled up to a capacity; the others have a fixed number of samples.
+PACKED: tuple[Layout, ...] = ("one_row", "real_rows")
+# Layouts in which all samples of a microbatch lie in one row.
+SINGLE_ROW: tuple[Layout, ...] = ("one_row", "flattened")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -250,7 +255,7 @@ def batch_size(config: Config, split: Split) -> int:
 
 def capacity(config: Config, split: Split) -> int:
     """Return the most tokens of a row, or 0 where no `sequence_len` is set."""
-    rows = batch_size(config, split) if layout(config, split) in ("one_row", "flattened") else 1
+    rows = batch_size(config, split) if layout(config, split) in SINGLE_ROW else 1
     return rows * (config.sequence_len or 0)
 
 

@@ -19,8 +19,6 @@ from multipack import _library as _library
 
 Size: TypeAlias = Any  # int or torch.SymInt, which torch does not type as one
 _FakeBatch: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 

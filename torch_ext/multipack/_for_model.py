@@ -30,7 +30,7 @@ from torch import nn
 
 from multipack._config import Config, Split, layout
 
-_MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Layers in which a token sees what a mask lets it see.
 _ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
@@ -113,7 +113,7 @@ def _attention(
     _refuse_chunks(text, name, longest)
     chosen: dict[str, Any] = {"attention": kinds[implementation]}
     if implementation == "eager":
-        dtype = next((p.dtype for p in inner.parameters() if p.dtype in _MASK_DTYPES), None)
+        dtype = next((p.dtype for p in inner.parameters() if p.dtype in MASK_DTYPES), None)
         chosen["dtype"] = dtype or torch.float32
     window = _window(text, causal, longest)
     if window is not None:

@@ -3,10 +3,10 @@
 Importing this module registers the ops with torch. The library is ``lib/libmultipack.so`` next to
 this file, or the file that the environment variable ``MULTIPACK_LIBRARY`` names, for example a
 debug build. It works with one minor version of torch only, because it is compiled against torch's
-C++ classes; ``lib/libmultipack.json``, written when it was built, says which one. The versions are
-compared first: a library for another torch may fail with an undefined symbol. So are the file
-with what its own header says of it, for one that was cut off would end the process, and after
-loading the library's version with this package's.
+C++ classes; ``lib/libmultipack.json``, written when it was built, says which one. Before it is
+loaded, that version is compared, because a library for another torch may fail with an undefined
+symbol; and the file's size with what its own header says, because a library that was cut off would
+end the process. After it is loaded, its version is compared with this package's.
 
 Loading the same file twice does nothing, and a second copy under another path finds the ops taken
 and leaves them alone.

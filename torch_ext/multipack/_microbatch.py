@@ -17,7 +17,7 @@ from itertools import chain
 from operator import gt
 from typing import Any, NamedTuple
 
-from multipack._config import Config, Layout, Split, layout
+from multipack._config import PACKED, Config, Layout, Split, layout
 
 
 class Terms(NamedTuple):
@@ -130,7 +130,7 @@ class Microbatch(list[Any]):
             return
         bound = self.terms.sequence_len
         cut = self.terms.excess_length_strategy == "truncate"
-        packed = self.terms.layout in ("one_row", "real_rows")
+        packed = self.terms.layout in PACKED
         for number, (tokens, planned) in enumerate(zip(found, self.lengths, strict=True)):
             room = planned if packed or bound is None else bound
             if tokens > room and not (cut and bound is not None and room >= bound):

@@ -38,7 +38,6 @@ from multipack._verify import (
 _LONG = 1_000_000
 _PACKAGE = str(Path(__file__).parent)
 
-
 _T = TypeVar("_T")
 
 
@@ -350,7 +349,7 @@ def label_counts(
     """
     settings = make_config(config, {})
     if shifted:
-        settings = dataclasses.replace(settings, mask_first_label=False)
+        settings = settings.replace(mask_first_label=False)
     counts, starts = count_labels(
         token_tensor("labels", labels), int64_tensor("offsets", offsets), settings
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from multipack._config import Config, Split, batch_size, capacity, layout
+from multipack._config import PACKED, Config, Split, batch_size, capacity, layout
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +52,8 @@ def check_what_is_given(
     Raises:
         ValueError: If they are missing, or are too many.
     """
-    had, given = (
-        plan.report["inputs"]["labels"] is not None,
-        label_counts is not None or label_starts is not None,
-    )
+    had = plan.report["inputs"]["labels"] is not None
+    given = label_counts is not None or label_starts is not None
     if had and not given:
         raise ValueError("the plan was made with label counts: give them, to check it")
     if given and not had:
@@ -159,7 +157,7 @@ def _check_rows(
     slots = -(-np.minimum(lengths[index], config.sequence_len or 0) // align) * align
     ends = np.concatenate([[0], np.cumsum(slots)])
     limits: list[tuple[str, Any, int | None]] = [("rows", np.diff(batches), 1)]
-    if kind in ("one_row", "real_rows"):
+    if kind in PACKED:
         limits = [
             ("rows", np.diff(batches), size if kind == "real_rows" else 1),
             ("tokens", np.diff(ends[rows]), capacity(config, split)),

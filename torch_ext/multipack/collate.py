@@ -21,7 +21,7 @@ from multipack import ops
 from multipack._arrays import integer
 from multipack._config import Config, Split, capacity, checked_split, layout, make_config
 from multipack._flex import flex_block_mask
-from multipack._for_model import choose
+from multipack._for_model import MASK_DTYPES, choose
 from multipack._microbatch import Microbatch, Terms
 from multipack._samples import Sample, Samples
 from multipack._transport import sendable
@@ -36,7 +36,6 @@ _BOUNDARIES = {
 }
 _MASKS = ("bool", "additive")
 _ATTENTION = ("none", *_MASKS, "flash", "varlen", "flex", "multipack")
-_MASK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BORDERS = ("cu_seqlens", "cu_seqlens_padded")
 _ROW = (list, tuple)  # built once: list | tuple is a new object for each sample
 # What the op takes an option to be that it is not given.
@@ -141,9 +140,9 @@ class Collator:
             raise ValueError(f"attention is {attention!r}, but must be one of {_names(_ATTENTION)}")
         if attention == "additive":
             dtype = torch.float32 if dtype is None else dtype
-            if dtype not in _MASK_DTYPES:
+            if dtype not in MASK_DTYPES:
                 raise ValueError(
-                    f"dtype is {dtype}, but an additive mask is of {_names(_MASK_DTYPES)}"
+                    f"dtype is {dtype}, but an additive mask is of {_names(MASK_DTYPES)}"
                 )
         elif dtype is not None:
             raise ValueError(f"dtype is that of an additive mask, but attention is {attention!r}")

@@ -39,6 +39,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from multipack import ops
 from multipack._for_model import unwrapped
+from multipack.collate import IGNORED_LABEL
 
 _WORDS = 512
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -510,9 +511,9 @@ def _labelled(batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     sample of one token, whose label is masked.
     """
     ids, labels = batch["input_ids"].cpu(), batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or not bool((labels != -100).any()):
+    if not isinstance(labels, torch.Tensor) or not bool((labels != IGNORED_LABEL).any()):
         return torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-    labelled = labels.cpu() != -100
+    labelled = labels.cpu() != IGNORED_LABEL
     alike = (~labelled & (ids == ids[:, -1:])).flip(-1).cumprod(-1).flip(-1) == 1
     return labelled, alike & (alike.sum(-1, keepdim=True) > 1)
 

@@ -23,6 +23,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from multipack._arrays import Bools, Integers, bool_tensor, int64_tensor, integer, shown
 from multipack._config import (
+    PACKED,
     Config,
     Split,
     batch_size,
@@ -105,9 +106,9 @@ class _Batches(Iterator[Batch]):
             raise StopIteration
         rows = sampler._rows(self._plan, number)
         current.yielded += 1
-        fixed = sampler._layout in ("padded", "flattened")
+        is_packed = sampler._layout in PACKED
         lengths = sampler._lengths.numpy()[list(chain.from_iterable(rows))].tolist()
-        items = rows[0] if fixed else rows
+        items = rows if is_packed else rows[0]
         return Microbatch(items, self._terms, len(sampler._lengths), lengths)
 
     def state_dict(self) -> dict[str, Any]:
@@ -632,7 +633,7 @@ class MultipackBatchSampler(Sampler[Batch]):
         config = self.config
         return (
             self.split == "eval"
-            or self._layout in ("padded", "flattened")
+            or self._layout not in PACKED
             or config.sample_packing_sequentially
             or (
                 config.sample_packing_algorithm == "best_fit_decreasing"

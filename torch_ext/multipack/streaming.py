@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multipack._agreement import check_agreement
 from multipack._arrays import integer
-from multipack._config import Config, checked_rank, layout, make_config
+from multipack._config import PACKED, Config, checked_rank, layout, make_config
 from multipack._plan import Plan, count_labels, plan_tensors
 from multipack._processes import warn_if_alone
 from multipack._state import (
@@ -137,7 +137,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 f"{self.config.label_balance_window_optim_steps}, but must be 1 for a stream: the "
                 "buffers of a stream do not say where optimizer steps begin"
             )
-        if self.config.balance_labels and layout(self.config, "train") in ("padded", "flattened"):
+        if self.config.balance_labels and layout(self.config, "train") not in PACKED:
             raise ValueError(
                 "balance_labels with sample_packing: false needs all lengths at once, which a "
                 "stream does not have: pack it, or use MultipackBatchSampler"
@@ -280,7 +280,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
     def _batches(self, latest: Pass) -> Iterator[dict[str, Any]]:
         """Yield what is left of a pass, then move on to the next epoch."""
         worker, workers, base = latest.shares or (0, 1, latest.position)
-        fixed = layout(self.config, "train") in ("padded", "flattened")
+        is_packed = layout(self.config, "train") in PACKED
         mark, expected = latest.mark, latest.seed
         source = self._source.samples(latest.epoch, mark.counts.read, mark.source)
         ended = False
@@ -317,7 +317,7 @@ class StreamingMultipack(IterableDataset[dict[str, Any]]):
                 if number >= latest.position and (number - base) % workers == worker:
                     latest.position = number + 1
                     batch = plan[self.rank, k]
-                    yield self.collator(rows[batch[0] if fixed else batch])
+                    yield self.collator(rows[batch if is_packed else batch[0]])
             mark = Mark(
                 counts=counts,
                 carried=tuple(buffer[place] for place in rest),

@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from multipack.collate import IGNORED_LABEL
+
 from ._errors import CliError
 from .tokenizer import DEFAULT, Tokenizer, load_tokenizer
 
-IGNORED = -100
 PADDING = 0
 
 # As a list of tokens, a hundred million of them.
@@ -64,7 +65,7 @@ Conversation = list[Message]
 
 
 class Sample(NamedTuple):
-    """A tokenised record: two lists of one length, the labels `IGNORED` where not supervised."""
+    """A tokenised record: two lists of one length, the labels -100 where not supervised."""
 
     input_ids: list[int]
     labels: list[int]
@@ -239,9 +240,9 @@ def encode(record: Conversation | str, tokenizer: Tokenizer) -> Sample:
         head = [tokenizer.im_start, *tokenizer.encode(message.role + "\n")]
         body = [*tokenizer.encode(message.content), tokenizer.im_end]
         foot = tokenizer.encode("\n")
-        target = body if message.role == SUPERVISED_ROLE else [IGNORED] * len(body)
+        target = body if message.role == SUPERVISED_ROLE else [IGNORED_LABEL] * len(body)
         sample.input_ids.extend([*head, *body, *foot])
-        sample.labels.extend([*[IGNORED] * len(head), *target, *[IGNORED] * len(foot)])
+        sample.labels.extend([*[IGNORED_LABEL] * len(head), *target, *[IGNORED_LABEL] * len(foot)])
     return sample
 
 
@@ -272,5 +273,5 @@ def renumber(data: Tokens) -> tuple[Tokens, int]:
     """
     ids, numbers = np.unique(data.tokens, return_inverse=True)
     tokens = numbers + (PADDING + 1)
-    labels = np.where(data.labels == IGNORED, IGNORED, tokens)
+    labels = np.where(data.labels == IGNORED_LABEL, IGNORED_LABEL, tokens)
     return Tokens(tokens, labels, data.offsets), len(ids) + PADDING + 1

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import multipack
+from multipack.collate import IGNORED_LABEL
 
 from ._errors import CliError, require
 
@@ -215,12 +216,11 @@ def _draw(args: argparse.Namespace, learned: Tokens, loaders: dict[str, Loader])
 
 def _rows(data: Tokens, loader: Loader) -> list[list[Row]]:
     """The first microbatches of an epoch as they are laid out."""
-    from .data import IGNORED
     from .rows_plot import Row
 
     config, plan = loader.sampler.config, loader.sampler.plan
     supervised = [
-        data.labels[start:end] != IGNORED for start, end in itertools.pairwise(data.offsets)
+        data.labels[start:end] != IGNORED_LABEL for start, end in itertools.pairwise(data.offsets)
     ]
     microbatches = []
     for k in range(min(_DRAWN_MICROBATCHES, len(plan))):

@@ -91,11 +91,18 @@ class Report:
     outcomes: list[compare.Outcome]
     recommendation: compare.Recommendation
 
-    def yours(self, outcome: compare.Outcome) -> bool:
-        """Whether this is the layout and strategy of the settings as given."""
+    def is_yours(self, outcome: compare.Outcome, balanced: bool) -> bool:
+        """Whether this is the plan of the settings as given."""
         from .compare import layout_of
 
-        return layout_of(self.config) == (outcome.candidate.layout, outcome.candidate.algorithm)
+        candidate = outcome.candidate
+        same_layout = layout_of(self.config) == (candidate.layout, candidate.algorithm)
+        return same_layout and balanced == self.config.balance_labels
+
+    def is_recommended(self, outcome: compare.Outcome, balanced: bool) -> bool:
+        """Whether this is the plan that is recommended."""
+        chosen = self.recommendation
+        return outcome is chosen.outcome and balanced == chosen.balanced
 
     @property
     def is_sampled(self) -> bool:
@@ -148,9 +155,8 @@ def as_json(report: Report) -> dict[str, Any]:
                 "layout": outcome.candidate.layout,
                 "strategy": outcome.candidate.algorithm,
                 "balanced": balanced,
-                "yours": report.yours(outcome) and balanced == report.config.balance_labels,
-                "recommended": outcome is report.recommendation.outcome
-                and balanced == report.recommendation.balanced,
+                "yours": report.is_yours(outcome, balanced),
+                "recommended": report.is_recommended(outcome, balanced),
             }
             if isinstance(planned, str):
                 entry["refused"] = planned
@@ -277,21 +283,19 @@ def lines(report: Report) -> Iterator[Line]:
     """The comparison, in the words of people."""
     from .compare import layout_name
 
-    chosen = report.recommendation
     for outcome in report.outcomes:
+        layout = layout_name(outcome.candidate.config)
         strategy = outcome.candidate.algorithm or "as drawn"
+        packed = outcome.candidate.algorithm is not None
         for balanced, planned in ((False, outcome.plain), (True, outcome.balanced)):
-            best = outcome is chosen.outcome and balanced == chosen.balanced
-            yours = report.yours(outcome) and balanced == report.config.balance_labels
             name = f"{strategy}, balanced" if balanced else strategy
-            packed = outcome.candidate.algorithm is not None
-            mark = "*" if best else ">" if yours else " "
-            found = (
-                ((), planned)
-                if isinstance(planned, str)
-                else (cells(planned, report.config, packed), None)
-            )
-            yield Line(layout_name(outcome.candidate.config), name, mark, *found)
+            mark = ">" if report.is_yours(outcome, balanced) else " "
+            if report.is_recommended(outcome, balanced):
+                mark = "*"
+            if isinstance(planned, str):
+                yield Line(layout, name, mark, (), planned)
+            else:
+                yield Line(layout, name, mark, cells(planned, report.config, packed), None)
 
 
 def as_text(report: Report) -> Iterator[str]:

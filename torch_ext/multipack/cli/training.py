@@ -26,8 +26,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import multipack
+from multipack.collate import IGNORED_LABEL
 
-from .data import IGNORED, PADDING, Tokens
+from .data import PADDING, Tokens
 
 PEAK_LEARNING_RATE = 2e-3
 
@@ -127,16 +128,16 @@ class Run:
 
 def supervised_tokens(batch: Batch) -> int:
     """Labels that enter the loss; the collator has masked the first one of each sample."""
-    return int((batch["labels"] != IGNORED).sum())
+    return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def trim(batches: list[Batch], most: int) -> None:
     """Unlabels, in place, all but the first `most` supervised tokens of a step."""
     for batch in batches:
         labels = batch["labels"]
-        supervised = labels != IGNORED
+        supervised = labels != IGNORED_LABEL
         number = supervised.flatten().cumsum(0).view_as(labels)
-        labels.masked_fill_(supervised & (number > most), IGNORED)
+        labels.masked_fill_(supervised & (number > most), IGNORED_LABEL)
         most -= supervised_tokens(batch)
 
 
@@ -145,7 +146,7 @@ def loss_sum(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     hidden = model.model(**inputs, use_cache=False).last_hidden_state
     targets = batch["labels"][:, 1:]
-    supervised = targets != IGNORED
+    supervised = targets != IGNORED_LABEL
     logits = model.lm_head(hidden[:, :-1][supervised])
     return functional.cross_entropy(logits, targets[supervised], reduction="sum")
 

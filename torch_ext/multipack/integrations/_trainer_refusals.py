@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, __version__
 
-from multipack._config import Config, Layout
+from multipack._config import SINGLE_ROW, Config, Layout
 from multipack.collate import Collator
 from multipack.integrations._parallel import (
     refuse_pipeline_parallelism,
@@ -173,7 +173,7 @@ def refuse_shared_rows(gpus: int, kind: Layout, collator: Collator) -> None:
     """
     if gpus < 2:
         return
-    if kind in ("one_row", "flattened"):
+    if kind in SINGLE_ROW:
         fault = "one row"
     elif collator.attention not in SCATTERED:
         fault = f"attention={collator.attention!r}, whose borders run through all rows"

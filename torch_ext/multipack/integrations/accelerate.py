@@ -28,7 +28,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from multipack._config import layout
+from multipack._config import PACKED, layout
 from multipack.integrations._parallel import (
     refuse_context_parallelism,
     refuse_pipeline_parallelism,
@@ -195,7 +195,7 @@ def _refuse(accelerator: Any, sampler: MultipackBatchSampler, ranks: int) -> Non
     kind = layout(config, sampler.split)
     parallel = getattr(accelerator, "parallelism_config", None)
     refuse_context_parallelism(1 if parallel is None else parallel.cp_size, kind)
-    if ranks > 1 and config.incomplete_batches == "split" and kind in ("padded", "flattened"):
+    if ranks > 1 and config.incomplete_batches == "split" and kind not in PACKED:
         raise ValueError(
             "incomplete_batches is 'split', which leaves microbatches of fewer samples, but the "
             "Accelerator shares out full ones only: set it to 'drop' or 'fill'"
