@@ -334,14 +334,13 @@ impl Index {
 
     /// The sum of so many tokens by its number; where there is none, an empty range at its place.
     fn find(&self, tokens: u32) -> Range<usize> {
-        let range = (tokens / self.width) as usize;
-        let mut sum = match self.firsts.get(range) {
+        let first = |range: usize| match self.firsts.get(range) {
             Some(&first) => first as usize,
             None => self.sums.len(),
         };
-        while self.sums.get(sum).is_some_and(|&found| found < tokens) {
-            sum += 1;
-        }
+        let range = (tokens / self.width) as usize;
+        let sums = first(range)..first(range + 1);
+        let sum = sums.start + self.sums[sums].partition_point(|&found| found < tokens);
         sum..sum + usize::from(self.sums.get(sum) == Some(&tokens))
     }
 
