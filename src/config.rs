@@ -608,6 +608,22 @@ impl Config {
         })
     }
 
+    /// The work of a microbatch in a layout: of its tokens, of their lengths squared, or of the
+    /// positions in its rows.
+    pub(crate) fn work(
+        &self,
+        layout: BatchLayout,
+        tokens: f64,
+        squares: impl FnOnce() -> f64,
+        positions: f64,
+    ) -> f64 {
+        match (self.balance_cost, layout) {
+            (BalanceCost::Attention, _) => self.balance_cost_linear * tokens + squares(),
+            (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => positions,
+            (BalanceCost::Tokens | BalanceCost::Auto, _) => tokens,
+        }
+    }
+
     /// `sequence_len`, or an error that asks for it.
     pub(crate) fn require_sequence_len(&self) -> Result<u64> {
         self.sequence_len.ok_or(Error::SettingConflict {

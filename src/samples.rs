@@ -232,8 +232,9 @@ impl<'a> Samples<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::NegativeLength`], [`Error::LabelCount`] and [`Error::OverLong`] name the first
-    /// offending sample; [`Error::SampleCount`] an array with the wrong number of entries.
+    /// [`Error::NegativeLength`], [`Error::OverLong`], [`Error::LabelCount`] and
+    /// [`Error::LabelStart`] name the first offending sample; [`Error::SampleCount`] an array with
+    /// the wrong number of entries; [`Error::TooManySamples`] says how many 32 bits can number.
     pub fn retain(inputs: Inputs<'a>, config: &Config, threads: usize) -> Result<Samples<'a>> {
         let n = inputs.lengths.len();
         check_entries("label_counts", inputs.label_counts.map(<[i64]>::len), n)?;
@@ -250,7 +251,7 @@ impl<'a> Samples<'a> {
             starts: inputs.label_starts.filter(|_| !config.mask_first_label),
         };
 
-        let chunk = n.div_ceil(4 * threads.max(1)).max(1);
+        let chunk = parallel::chunk_len(n, threads);
         let mut slots = vec![0; n];
         let mut shares: Vec<Result<Share>> = Vec::new();
         shares.resize_with(n.div_ceil(chunk), || Ok(Share::default()));

@@ -302,12 +302,9 @@ impl Measure<'_> {
 
     /// The work of a microbatch.
     fn cost(&self, load: &Load) -> f64 {
-        let linear = self.config.balance_cost_linear;
-        match (self.config.balance_cost, self.layout) {
-            (BalanceCost::Attention, _) => linear * load.tokens as f64 + load.squares as f64,
-            (BalanceCost::Padded, _) | (BalanceCost::Auto, BatchLayout::Padded) => load.size as f64,
-            (BalanceCost::Tokens | BalanceCost::Auto, _) => load.tokens as f64,
-        }
+        let squares = || load.squares as f64;
+        self.config
+            .work(self.layout, load.tokens as f64, squares, load.size as f64)
     }
 
     /// What microbatch `batch` amounts to.
