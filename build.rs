@@ -24,8 +24,9 @@ mod torch {
     use std::fs;
     use std::path::{Path, PathBuf};
 
-    const SOURCES: [&str; 7] = [
+    const SOURCES: [&str; 8] = [
         "cpp/schemas.cpp",
+        "cpp/tensor.cpp",
         "cpp/kernels.cpp",
         "cpp/block_mask.cpp",
         "cpp/attention.cpp",

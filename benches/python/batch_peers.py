@@ -11,9 +11,10 @@
 - Block lists for FlexAttention stand beside torch's own `create_block_mask`.
 
 Runs alternate, in another order each round, and the fastest of each counts, so that a busy machine
-spoils one round and not one contestant. Memory is new in every run and the processor's own caches
-hold something else, as in training: otherwise the second to read the same samples would find them
-there. Every answer is compared.
+spoils one round and not one contestant. The last answer is freed before the next, and the
+processor's own caches hold something else, as in training: otherwise the second to read the same
+samples would find them there. So large memory is new in every run but for multipack's masks, which
+keep that of the last for the next. Every answer is compared.
 
 The others: pip install -r benches/python/requirements.txt
 """

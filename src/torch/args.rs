@@ -6,12 +6,18 @@
 //! round. Token ids and labels are int32 or int64, as data sets store them, and are widened where
 //! they are written. What the numbers say is checked by the core.
 
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Kind, TchError, Tensor};
 
-use super::handle::Dense;
+use super::bridge::ffi::View;
+use super::handle::{Dense, look};
 use crate::{Error, Result};
 
 const INTEGERS: &str = "an integer dtype such as torch.int64";
+
+/// Torch's numbers of the dtypes that are read as they are.
+const INT32: i8 = 3;
+const INT64: i8 = 4;
+const BOOL: i8 = 11;
 
 /// Torch's numbers of the dtypes that tch has no name for.
 const UINT16: i32 = 27;
@@ -19,12 +25,12 @@ const UINT32: i32 = 28;
 const UINT64: i32 = 29;
 
 /// Token ids or labels in the dtype that they came in.
-pub(super) enum Ids {
-    I32(Dense),
-    I64(Dense),
+pub(super) enum Ids<'a> {
+    I32(Dense<'a>),
+    I64(Dense<'a>),
 }
 
-impl Ids {
+impl Ids<'_> {
     /// How many there are.
     pub fn len(&self) -> usize {
         match self {
@@ -34,76 +40,78 @@ impl Ids {
 }
 
 /// One-dimensional integers, as int64.
-pub(super) fn integers(name: &str, tensor: &Tensor) -> Result<Dense> {
-    on_cpu(name, tensor)?;
-    one_dimension(name, tensor)?;
-    to_int64(name, tensor)
+pub(super) fn integers<'a>(name: &str, tensor: &'a Tensor) -> Result<Dense<'a>> {
+    to_int64(name, tensor, one_dimension(name, tensor)?)
 }
 
 /// Integers of one row or of several, as int64, with the number of rows and their length.
-pub(super) fn integer_rows(name: &str, tensor: &Tensor) -> Result<(Dense, usize, usize)> {
-    on_cpu(name, tensor)?;
+pub(super) fn integer_rows<'a>(
+    name: &str,
+    tensor: &'a Tensor,
+) -> Result<(Dense<'a>, usize, usize)> {
+    let view = on_cpu(name, tensor)?;
     let (rows, row_len) = match tensor.size()[..] {
         [row_len] => (1, row_len),
         [rows, row_len] => (rows, row_len),
         _ => return Err(wrong_shape(name, tensor, "(length,) or (rows, length)")),
     };
-    Ok((to_int64(name, tensor)?, rows as usize, row_len as usize))
+    Ok((
+        to_int64(name, tensor, view)?,
+        rows as usize,
+        row_len as usize,
+    ))
 }
 
 /// One-dimensional token ids or labels.
-pub(super) fn ids(name: &str, tensor: &Tensor) -> Result<Ids> {
-    on_cpu(name, tensor)?;
-    one_dimension(name, tensor)?;
-    match tensor.f_kind() {
-        Ok(Kind::Int) => Ok(Ids::I32(Dense::new(tensor)?)),
-        Ok(Kind::Int64) => Ok(Ids::I64(Dense::new(tensor)?)),
-        kind => Err(wrong_dtype(name, kind, "torch.int32 or torch.int64")),
+pub(super) fn ids<'a>(name: &str, tensor: &'a Tensor) -> Result<Ids<'a>> {
+    let view = one_dimension(name, tensor)?;
+    match view.dtype {
+        INT32 => Ok(Ids::I32(Dense::new(tensor, view)?)),
+        INT64 => Ok(Ids::I64(Dense::new(tensor, view)?)),
+        _ => Err(wrong_dtype(name, tensor, "torch.int32 or torch.int64")),
     }
 }
 
 /// One-dimensional bools.
-pub(super) fn bools(name: &str, tensor: &Tensor) -> Result<Dense> {
-    on_cpu(name, tensor)?;
-    one_dimension(name, tensor)?;
-    match tensor.f_kind() {
-        Ok(Kind::Bool) => Dense::new(tensor),
-        kind => Err(wrong_dtype(name, kind, "torch.bool")),
+pub(super) fn bools<'a>(name: &str, tensor: &'a Tensor) -> Result<Dense<'a>> {
+    let view = one_dimension(name, tensor)?;
+    match view.dtype {
+        BOOL => Dense::new(tensor, view),
+        _ => Err(wrong_dtype(name, tensor, "torch.bool")),
     }
 }
 
 /// One-dimensional values of any dtype that tch knows.
-pub(super) fn values(name: &str, tensor: &Tensor) -> Result<(Dense, Kind)> {
-    on_cpu(name, tensor)?;
+pub(super) fn values(name: &str, tensor: &Tensor) -> Result<(Dense<'static>, Kind)> {
     one_dimension(name, tensor)?;
     Ok((
-        Dense::new(&tensor.f_resolve_conj()?.f_resolve_neg()?)?,
+        Dense::of(tensor.f_resolve_conj()?.f_resolve_neg()?)?,
         tensor.f_kind()?,
     ))
 }
 
 /// A single value of the dtype `kind`.
-pub(super) fn single(name: &str, tensor: &Tensor, kind: Kind) -> Result<Dense> {
-    on_cpu(name, tensor)?;
+pub(super) fn single<'a>(name: &str, tensor: &'a Tensor, kind: Kind) -> Result<Dense<'a>> {
+    let view = on_cpu(name, tensor)?;
     if tensor.numel() != 1 {
         return Err(wrong_shape(name, tensor, "a single value"));
     }
     match tensor.f_kind() {
-        Ok(found) if found == kind => Dense::new(tensor),
-        found => Err(wrong_dtype(name, found, "that of the values")),
+        Ok(found) if found == kind => Dense::new(tensor, view),
+        _ => Err(wrong_dtype(name, tensor, "that of the values")),
     }
 }
 
-fn to_int64(name: &str, tensor: &Tensor) -> Result<Dense> {
+fn to_int64<'a>(name: &str, tensor: &'a Tensor, view: View) -> Result<Dense<'a>> {
+    if view.dtype == INT64 {
+        return Dense::new(tensor, view);
+    }
     match tensor.f_kind() {
-        Ok(Kind::Int64) => Dense::new(tensor),
         Ok(Kind::Int | Kind::Int16 | Kind::Int8 | Kind::Uint8)
-        | Err(TchError::UnknownKind(UINT16 | UINT32)) => {
-            Dense::new(&tensor.f_to_kind(Kind::Int64)?)
-        }
+        | Err(TchError::UnknownKind(UINT16 | UINT32)) => Dense::of(tensor.f_to_kind(Kind::Int64)?),
         Err(TchError::UnknownKind(UINT64)) => {
             // Torch wraps what does not fit, to negative numbers that nobody wrote.
-            let wrapped = Dense::new(&tensor.f_to_kind(Kind::Int64)?)?;
+            let wrapped = Dense::of(tensor.f_to_kind(Kind::Int64)?)?;
             let numbers = wrapped.as_slice::<i64>()?;
             match numbers.iter().position(|&number| number < 0) {
                 None => Ok(wrapped),
@@ -114,23 +122,26 @@ fn to_int64(name: &str, tensor: &Tensor) -> Result<Dense> {
                 }),
             }
         }
-        kind => Err(wrong_dtype(name, kind, INTEGERS)),
+        _ => Err(wrong_dtype(name, tensor, INTEGERS)),
     }
 }
 
-fn on_cpu(name: &str, tensor: &Tensor) -> Result<()> {
-    match tensor.device() {
-        Device::Cpu => Ok(()),
-        device => Err(Error::TensorDevice {
+fn on_cpu(name: &str, tensor: &Tensor) -> Result<View> {
+    let view = look(tensor);
+    if !view.on_cpu {
+        return Err(Error::TensorDevice {
             name: name.into(),
-            found: format!("{device:?}").to_lowercase(),
-        }),
+            found: format!("{:?}", tensor.device()).to_lowercase(),
+        });
     }
+    Ok(view)
 }
 
-fn one_dimension(name: &str, tensor: &Tensor) -> Result<()> {
-    match tensor.dim() {
-        1 => Ok(()),
+/// One dimension, on the CPU.
+fn one_dimension(name: &str, tensor: &Tensor) -> Result<View> {
+    let view = on_cpu(name, tensor)?;
+    match view.dimensions {
+        1 => Ok(view),
         _ => Err(wrong_shape(name, tensor, "one-dimensional")),
     }
 }
@@ -143,8 +154,8 @@ fn wrong_shape(name: &str, tensor: &Tensor, expected: &'static str) -> Error {
     }
 }
 
-fn wrong_dtype(name: &str, found: Result<Kind, TchError>, expected: &'static str) -> Error {
-    let found = match found {
+fn wrong_dtype(name: &str, tensor: &Tensor, expected: &'static str) -> Error {
+    let found = match tensor.f_kind() {
         Ok(kind) => match kind {
             Kind::Uint8 => "uint8",
             Kind::Int8 => "int8",

@@ -90,12 +90,30 @@ pub(super) mod ffi {
         starts: UniquePtr<Tensor>,
     }
 
-    // SAFETY: it declares a type alone, the one that torch's header defines under this name.
+    /// What has to be known of a tensor to read it.
+    struct View {
+        on_cpu: bool,
+        /// Torch's number of it.
+        dtype: i8,
+        dimensions: usize,
+        /// Whether `len` elements begin at `address`, one behind the other and aligned. Only then
+        /// do these three count.
+        readable: bool,
+        len: usize,
+        element_size: usize,
+        address: usize,
+    }
+
+    // SAFETY: it declares the type that torch's header defines under this name, and two functions
+    // that read what they are given, hold on to none of it, and may be called from any thread.
     unsafe extern "C++" {
         include!("multipack/cpp/tensor.h");
 
         #[namespace = "at"]
         type Tensor;
+
+        fn look(tensor: &Tensor) -> View;
+        fn large(size: &[i64], like: &Tensor) -> Result<UniquePtr<Tensor>>;
     }
 
     extern "Rust" {

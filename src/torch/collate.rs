@@ -211,7 +211,7 @@ fn with_labels<T: Copy + Into<i64> + Sync>(
     offsets: &[i64],
     index: &[i64],
     row_offsets: &[i64],
-    labels: Option<Ids>,
+    labels: Option<Ids<'_>>,
     options: &CollateOptions,
 ) -> Result<Batch> {
     match labels {
@@ -301,7 +301,7 @@ where
 }
 
 /// The tensors of a list, checked.
-fn ids_of(name: &str, list: &[&Tensor]) -> Result<Vec<Ids>> {
+fn ids_of<'a>(name: &str, list: &[&'a Tensor]) -> Result<Vec<Ids<'a>>> {
     let all = list.iter().enumerate();
     // The place in the list is only spelled out for an error.
     all.map(|(i, tensor)| {
@@ -311,7 +311,7 @@ fn ids_of(name: &str, list: &[&Tensor]) -> Result<Vec<Ids>> {
 }
 
 /// The labels of a list, checked: each as long as its sample.
-fn labels_of(list: &[&Tensor], input_ids: &[Ids]) -> Result<Vec<Ids>> {
+fn labels_of<'a>(list: &[&'a Tensor], input_ids: &[Ids<'_>]) -> Result<Vec<Ids<'a>>> {
     if list.len() != input_ids.len() {
         return Err(Error::LabelledSamples {
             labels: list.len(),
@@ -332,7 +332,7 @@ fn labels_of(list: &[&Tensor], input_ids: &[Ids]) -> Result<Vec<Ids>> {
 }
 
 /// What the core reads of each.
-fn samples(ids: &[Ids]) -> Result<Vec<Sample<'_>>> {
+fn samples<'a>(ids: &'a [Ids<'_>]) -> Result<Vec<Sample<'a>>> {
     ids.iter()
         .map(|ids| match ids {
             Ids::I32(ids) => Ok(Sample::I32(ids.as_slice()?)),

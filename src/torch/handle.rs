@@ -19,6 +19,7 @@ use cxx::UniquePtr;
 use tch::{Device, Kind, Tensor};
 
 use super::bridge::ffi;
+use super::torch_error;
 use crate::{Error, Result};
 
 /// A type whose every bit pattern is a value, so that memory of torch's can be read as it.
@@ -33,57 +34,79 @@ impl Plain for i32 {}
 impl Plain for i64 {}
 impl Plain for f32 {}
 
+/// What has to be known of `tensor` to read it.
+pub(super) fn look(tensor: &Tensor) -> ffi::View {
+    // SAFETY: tch's handle is a pointer to an `at::Tensor`, which lives as long as the handle, and
+    // `look` reads it only. Every op test would show the loss of this.
+    #[allow(unsafe_code)]
+    ffi::look(unsafe { &*tensor.as_ptr().cast() })
+}
+
 /// A contiguous and aligned tensor in main memory, whose elements can be read as a slice.
 ///
 /// Torch's rule for every op holds here as well: nobody may write an input while the op runs.
-pub(super) struct Dense {
-    tensor: Tensor,
-    len: usize,
-    element_size: usize,
+pub(super) struct Dense<'a> {
+    view: ffi::View,
+    /// Keeps the memory alive, where it is not the argument's.
+    _copy: Option<Tensor>,
+    argument: PhantomData<&'a Tensor>,
 }
 
-impl Dense {
+impl<'a> Dense<'a> {
     /// `tensor` itself if it can be read as it is, else a copy. The caller has checked that it is
     /// on the CPU.
-    pub fn new(tensor: &Tensor) -> Result<Self> {
-        let element_size = tensor.f_kind()?.elt_size_in_bytes();
-        if tensor.device() != Device::Cpu {
-            return Err(internal("a tensor is not on the CPU"));
-        }
-        let mut tensor = tensor.f_contiguous()?;
-        // Memory from elsewhere, such as torch.frombuffer with an odd offset, may be unaligned.
-        if !(tensor.data_ptr() as usize).is_multiple_of(element_size) {
-            tensor = tensor.f_alias_copy()?;
+    pub fn new(tensor: &'a Tensor, view: ffi::View) -> Result<Self> {
+        if !view.readable {
+            return Dense::of(tensor.f_contiguous()?);
         }
         Ok(Dense {
-            len: tensor.numel(),
-            tensor,
-            element_size,
+            view,
+            _copy: None,
+            argument: PhantomData,
+        })
+    }
+
+    /// The same of a tensor that was made of an argument.
+    pub fn of(mut tensor: Tensor) -> Result<Self> {
+        // What is contiguous and still can't be read is unaligned, and has to be copied.
+        for copy in [Tensor::f_contiguous, Tensor::f_alias_copy] {
+            if !look(&tensor).readable {
+                tensor = copy(&tensor)?;
+            }
+        }
+        let view = look(&tensor);
+        if !view.readable {
+            return Err(internal("a tensor is not on the CPU"));
+        }
+        Ok(Dense {
+            view,
+            _copy: Some(tensor),
+            argument: PhantomData,
         })
     }
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.len
+        self.view.len
     }
 
     /// The elements, in order.
     pub fn as_slice<T: Plain>(&self) -> Result<&[T]> {
-        if size_of::<T>() != self.element_size {
+        if size_of::<T>() != self.view.element_size {
             return Err(internal(
                 "a tensor is read through elements of another size",
             ));
         }
-        if self.len == 0 {
+        if self.view.len == 0 {
             return Ok(&[]); // torch may give a null pointer
         }
-        // SAFETY: `new` made the tensor contiguous, aligned to its elements (no `Plain` type asks
-        // for more than its size) and known to be on the CPU; the sizes agree and every bit pattern
-        // is a `T`. So `len` values of `T` start at the data pointer, and the handle in `self`
+        // SAFETY: the view is of a tensor that is contiguous, aligned to its elements (no `Plain`
+        // type asks for more than its size) and on the CPU; the sizes agree and every bit pattern
+        // is a `T`. So `len` values of `T` start at the address, and the argument or the copy
         // keeps them alive. The strided, expanded and unaligned inputs of
         // tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
-        Ok(unsafe { slice::from_raw_parts(self.tensor.data_ptr().cast(), self.len) })
+        Ok(unsafe { slice::from_raw_parts(self.view.address as *const T, self.view.len) })
     }
 }
 
@@ -103,13 +126,14 @@ impl<T: Plain> Fresh<T> {
                 "a tensor is written through elements of another size",
             ));
         }
-        // Torch refuses sizes below 0 and those whose product overflows.
-        let tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
-        let len = size.iter().product::<i64>() as usize;
-        ask_for_huge_pages(&tensor, len * size_of::<T>());
+        let tensor = match large(size, kind)? {
+            Some(tensor) => tensor,
+            // Torch refuses sizes below 0, those whose product overflows, and too much memory.
+            None => Tensor::f_empty(size, (kind, Device::Cpu))?,
+        };
         Ok(Fresh {
             tensor,
-            len,
+            len: size.iter().product::<i64>() as usize,
             element: PhantomData,
         })
     }
@@ -136,36 +160,31 @@ impl<T: Plain> Fresh<T> {
     }
 }
 
-/// From so many bytes on a tensor's memory comes from the kernel anew each time, and goes back as
-/// soon as the tensor does: the most that glibc's malloc keeps for itself.
-const ALWAYS_MAPPED: usize = 32 << 20;
+/// From so many bytes on a tensor is large: the most that glibc's malloc keeps for itself. The
+/// memory of larger ones comes from the system anew each time, unless it is kept elsewhere.
+const LARGE: usize = 32 << 20;
 
-/// The size of a huge page on x86-64, and on aarch64 with pages of 4 KiB. Where it is another, the
-/// advice covers less or nothing, and that is all.
-const HUGE_PAGE: usize = 2 << 20;
-
-/// Asks Linux to map the memory of a large new tensor in huge pages.
-///
-/// The first write to each page goes through the kernel, and for pages of 4 KiB that takes longer
-/// than all the rest: on one virtual machine 27 ms for a mask of 64 MiB, which takes 5 ms to fill a
-/// second time. In huge pages there are 32 such writes in place of 16384, and it is 11 ms. Most
-/// systems give them only to those who ask. Memory that the allocator keeps is left alone, because
-/// the advice would stay with it.
-fn ask_for_huge_pages(tensor: &Tensor, bytes: usize) {
-    if bytes < ALWAYS_MAPPED {
-        return;
+/// A tensor in memory for large ones, see `cpp/tensor.cpp`; none where it is not large, or there is
+/// not so much memory.
+fn large(size: &[i64], kind: Kind) -> Result<Option<Tensor>> {
+    let bytes = size
+        .iter()
+        .try_fold(kind.elt_size_in_bytes(), |bytes, &length| {
+            bytes.checked_mul(usize::try_from(length).ok()?)
+        });
+    if bytes.is_none_or(|bytes| !(LARGE..=isize::MAX as usize).contains(&bytes)) {
+        return Ok(None);
     }
-    let start = tensor.data_ptr() as usize;
-    let first = start.next_multiple_of(HUGE_PAGE);
-    let end = (start + bytes) / HUGE_PAGE * HUGE_PAGE;
-    #[cfg(target_os = "linux")]
-    // SAFETY: `first..end` is whole pages inside the memory of a tensor that is alive, and the
-    // advice changes no contents. It may be refused, which is fine. The mask of 36 MB in
-    // tests/python/test_ops_mask.py would show the loss of this.
+    let like = give(Tensor::f_empty([0], (kind, Device::Cpu))?);
+    let tensor = ffi::large(size, &like).map_err(|error| torch_error(error.what()))?;
+    if tensor.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the pointer owns an `at::Tensor` that was made with `new`, and tch's handle is the
+    // owner from here on. The test of what masks leave behind in tests/python/test_ops_mask.py would
+    // show the loss.
     #[allow(unsafe_code)]
-    unsafe {
-        libc::madvise(first as *mut _, end - first, libc::MADV_HUGEPAGE);
-    }
+    Ok(Some(unsafe { Tensor::from_ptr(tensor.into_raw().cast()) }))
 }
 
 /// A new tensor of one dimension that holds `values`.

@@ -65,14 +65,18 @@ fn threads() -> Result<usize> {
 }
 
 impl From<tch::TchError> for Error {
-    /// Torch's words without the stack trace that it appends.
     fn from(error: tch::TchError) -> Self {
         let text = match error {
             tch::TchError::Torch(text) => text,
             other => other.to_string(),
         };
-        Error::Torch {
-            message: text.lines().next().unwrap_or_default().to_owned(),
-        }
+        torch_error(&text)
+    }
+}
+
+/// An error of torch's in its own words, without the stack trace that it appends.
+fn torch_error(text: &str) -> Error {
+    Error::Torch {
+        message: text.lines().next().unwrap_or_default().to_owned(),
     }
 }

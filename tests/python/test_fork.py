@@ -83,6 +83,19 @@ def test_a_grandchild_does_too():
     assert run_in_child(child) == 0
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_a_child_leaves_the_memory_that_its_parent_keeps_for_masks():
+    ids = torch.zeros(6001, dtype=torch.int32)
+    left = ops.block_mask(ids).data_ptr()
+
+    def child() -> None:
+        mask = ops.block_mask(ids, causal=False)
+        assert mask.numpy().sum() == 6001**2
+
+    assert run_in_child(child) == 0
+    assert ops.block_mask(ids).data_ptr() == left
+
+
 class Batches(Dataset):
     """One batch per item, packed in the worker."""
 

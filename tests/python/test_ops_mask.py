@@ -1,5 +1,7 @@
 """block_mask and boundaries against plain torch, on the CPU and on other devices."""
 
+import resource
+
 import pytest
 import torch
 from by_hand import (
@@ -109,15 +111,53 @@ def test_block_mask_lets_the_padding_of_a_row_attend_to_itself():
     assert causal.equal(both.tril())
 
 
-def test_block_mask_of_a_size_that_comes_in_huge_pages():
-    """From 32 MiB on, the system is asked for other pages; the mask is the same."""
-    ids = torch.ones(6001, dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("dtype", "row_len"),
+    [(torch.bool, 6001), (torch.bfloat16, 4100), (torch.float16, 4100), (torch.float32, 2900)],
+)
+def test_block_mask_of_a_size_that_comes_in_huge_pages(dtype, row_len):
+    """From 32 MiB on, it lies in memory that the last such mask left; the mask is the same."""
+    ids = torch.ones(row_len, dtype=torch.int32)
     ids[2500:] = 2
+    expected = reference_mask(ids[None], True, 1000, dtype)
 
-    mask = ops.block_mask(ids)
+    for _ in range(2):
+        mask = ops.block_mask(ids, window=1000, dtype=dtype)
 
-    assert mask.numel() > 32 << 20
-    assert mask.equal(reference_mask(ids[None], True, None, torch.bool))
+        assert mask.nbytes > 32 << 20
+        assert mask.equal(expected)
+        mask.fill_(1)  # and leave that behind
+        del mask
+
+
+def test_block_masks_in_huge_pages_share_no_memory():
+    ids = torch.zeros(6001, dtype=torch.int32)
+    others = [ops.block_mask(ids) for _ in range(3)]
+
+    others.pop().zero_()
+    ops.block_mask(ids).zero_()
+
+    assert all(mask.equal(reference_mask(ids[None], True, None, torch.bool)) for mask in others)
+
+
+def test_block_mask_in_huge_pages_is_a_tensor_like_others():
+    mask = ops.block_mask(torch.zeros(6001, dtype=torch.int32))
+
+    assert mask.is_contiguous()
+    assert mask.logical_not_().sum() == 6001 * 3000
+    assert mask.resize_(6001 * 6002).numel() == 6001 * 6002
+    assert mask[: 6001 * 6001].sum() == 6001 * 3000
+
+
+def test_block_mask_in_huge_pages_gives_its_memory_back():
+    ids = torch.zeros(6001, dtype=torch.int32)
+    ops.block_mask(ids)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(10):  # of 36 MB each
+        ops.block_mask(ids)
+
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 100_000, f"{grown} kB more than before"
 
 
 def test_block_mask_on_the_meta_device():

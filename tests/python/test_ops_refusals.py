@@ -306,6 +306,13 @@ REFUSALS = {
         ValueError,
         "epoch is -1, but must be 0 or more",
     ),
+    "an unknown option": (
+        lambda: ops.collate(TOKENS, OFFSETS, INDEX, ROWS, row_length=8),
+        TypeError,
+        "there is no option 'row_length', but labels, row_len, max_sample_len, pad_to_multiple_of, "
+        "align_samples_to, pad_token_id, position_start, mask_first_label, padded_tail, "
+        "attention_mask, causal, window, mask_dtype",
+    ),
     "an unknown setting": (
         lambda: ops.resolve_config('{"sequence_length": 8}'),
         ValueError,

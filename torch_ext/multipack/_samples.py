@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -65,7 +66,7 @@ class Samples:
         if self._plain is None:
             self._tokens, self.lengths = self._joined("input_ids", "iu")
         else:
-            self.lengths = [tensor.numel() for tensor in self._plain]
+            self.lengths = list(map(torch.Tensor.numel, self._plain))
         if self.prefixes == PAIR and 0 in self.lengths:
             name = self._name("input_ids", self.lengths.index(0))
             raise ValueError(f"{name} is empty, but both sides of a pair have tokens")
@@ -236,6 +237,8 @@ class Samples:
         )
 
     def _values(self, key: str) -> list[Any]:
+        if len(self.prefixes) == 1:
+            return list(map(itemgetter(key), self._samples))
         keys = [prefix + key for prefix in self.prefixes]
         return [sample[key] for sample in self._samples for key in keys]
 
@@ -315,18 +318,19 @@ _UNKNOWN_TO_NUMPY = frozenset(
 
 
 def _plain_tensors(values: list[Any]) -> list[torch.Tensor] | None:
-    """Return the values if all are tensors of token ids, one for each token; None for all else."""
+    """Return the values if all are tensors of one dimension; None for all else."""
     if set(map(type, values)) != {torch.Tensor}:
         return None
-    if not {value.dtype for value in values} <= {torch.int64, torch.int32}:
-        return None
-    return values if {value.dim() for value in values} == {1} else None
+    return values if set(map(torch.Tensor.dim, values)) == {1} else None
 
 
 def _joined_tensors(values: list[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
     """Join plain tensors of token ids, in half the time of one array each; None for all else."""
-    if _plain_tensors(values) is None or len({value.dtype for value in values}) > 1:
+    if _plain_tensors(values) is None:
         return None  # told with the sample's number, as what follows is
+    dtypes = {value.dtype for value in values}
+    if dtypes != {torch.int64} and dtypes != {torch.int32}:
+        return None
     lengths = [value.numel() for value in values]
     joined = torch.empty(sum(lengths), dtype=values[0].dtype)
     try:
@@ -428,12 +432,11 @@ def _not_here(tensor: torch.Tensor, key: str, sample: int) -> TypeError:
 
 def _shared_keys(samples: Sequence[Any]) -> frozenset[str]:
     """Return the keys, which all samples must have."""
-    for number, sample in enumerate(samples):
-        if type(sample) is not dict and not isinstance(sample, Mapping):
-            raise TypeError(
-                f"sample {number} is a {type(sample).__name__}, but a sample is a mapping with "
-                "'input_ids'"
-            )
+    # By types, of which there are few.
+    if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
+        number = next(i for i, sample in enumerate(samples) if not isinstance(sample, Mapping))
+        found = type(samples[number]).__name__
+        raise TypeError(f"sample {number} is a {found}, but a sample is a mapping with 'input_ids'")
     keys = frozenset(samples[0])
     for key in keys:
         if not isinstance(key, str):

@@ -10,6 +10,7 @@ taking ints apart. `multipack.PackedDataset` avoids both by reading flat buffers
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,16 +29,16 @@ from multipack._transport import sendable
 
 IGNORED_LABEL = -100
 
-# How the consumers that read boundaries call them, and the longest segment.
+# How the consumers that read boundaries call them, and the longest segment; of queries, of keys.
 _BOUNDARIES = {
-    "flash": ("cu_seq_lens_{}", "max_length_{}"),
-    "multipack": ("cu_seq_lens_{}", "max_length_{}"),
-    "varlen": ("cu_seq_{}", "max_{}"),
+    "flash": ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"),
+    "multipack": ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"),
+    "varlen": ("cu_seq_q", "max_q", "cu_seq_k", "max_k"),
 }
 _MASKS = ("bool", "additive")
 _ATTENTION = ("none", *_MASKS, "flash", "varlen", "flex", "multipack")
 _BORDERS = ("cu_seqlens", "cu_seqlens_padded")
-_ROW = (list, tuple)  # built once: list | tuple is a new object for each sample
+_ROW = (list, tuple)
 # What the op takes an option to be that it is not given.
 _DEFAULTS = {
     argument.name: argument.default_value
@@ -352,7 +353,8 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
     if isinstance(batch, Microbatch):
         batch.terms.check("the sampler", Terms.of(config, split))
     kind = layout(config, split)
-    in_rows = [isinstance(row, _ROW) for row in batch]
+    # By types, of which there are few.
+    in_rows = {issubclass(kind, _ROW) for kind in set(map(type, batch))}
     if all(in_rows):
         items = list(itertools.chain.from_iterable(batch))
         sizes = [len(row) for row in batch]
@@ -370,7 +372,8 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
         raise ValueError("the rows of the microbatch are empty: every row has at least one sample")
     if kind == "padded":
         sizes = [1] * len(items)
-    return items, torch.from_numpy(np.array([0, *itertools.accumulate(sizes)]))
+    # Without NumPy, which for a list so short costs more than it saves.
+    return items, torch.frombuffer(array("q", [0, *itertools.accumulate(sizes)]), dtype=torch.int64)
 
 
 def lay_out(
@@ -442,10 +445,8 @@ def _finished(collator: Collator, made: ops.Batch) -> dict[str, Any]:
         # Kernels want the slots that the tokens lie in, which alignment makes wider.
         borders = _constant(collator, made.cu_seqlens_padded)
         most = _longest_segment(collator, made, made.cu_seqlens_padded)
-        borders_name, longest_name = _BOUNDARIES[collator.attention]
-        for side in ("q", "k"):
-            batch[borders_name.format(side)] = borders
-            batch[longest_name.format(side)] = most
+        names = _BOUNDARIES[collator.attention]
+        batch.update(zip(names, (borders, most, borders, most), strict=True))
     for name in collator.outputs:
         batch[name] = _output(name, collator, made)
     return batch
@@ -537,19 +538,23 @@ def _output(name: str, collator: Collator, made: ops.Batch) -> Any:
     if name == "shift_labels":
         return pad(made.labels[:, 1:], (0, 1), value=IGNORED_LABEL)
     if name == "seq_idx":
-        return _numbered(made, keep="segment_ids" in collator.outputs)
+        return _numbered(collator, made)
     return made.segment_ids
 
 
-def _numbered(made: ops.Batch, keep: bool) -> torch.Tensor:
+def _numbered(collator: Collator, made: ops.Batch) -> torch.Tensor:
     """Return the number within its row of the segment of each token.
 
     Segment ids that are not to be kept may become these numbers in place.
     """
     ids = made.segment_ids.numpy()
-    if ids.size > 0 and ids.min() > 0:  # no padding: the segments are the samples
+    # Where samples are aligned there may be padding in each slot, otherwise only at a row's end.
+    aligned = collator.config.align_samples_to > 1
+    padded = not ids.all() if aligned else 0 in ids[:, -1].tolist()
+    if not padded:  # the segments are the samples
         # For new memory the kernel takes ten times as long as this.
-        return torch.from_numpy(np.subtract(ids, 1, out=None if keep else ids))
+        kept = "segment_ids" in collator.outputs
+        return torch.from_numpy(np.subtract(ids, 1, out=None if kept else ids))
     rows, row_len = ids.shape
     borders = _to_the_end(made.cu_seqlens_padded, rows * row_len).numpy()
     first = np.searchsorted(borders, np.arange(rows) * row_len)

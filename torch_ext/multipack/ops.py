@@ -91,6 +91,9 @@ class CollateOptions(TypedDict, total=False):
     mask_dtype: torch.dtype | None
 
 
+_COLLATE_OPTIONS = ("labels", *CollateOptions.__annotations__)
+
+
 class PlanTensors(NamedTuple):
     """A plan: samples in rows, rows in microbatches, each as offsets into the level below."""
 
@@ -255,8 +258,9 @@ def collate(
         ValueError: If the offsets fall or end past the tokens, if a row is empty or longer than
             `row_len`, if the batch has more than 2**31 - 1 tokens or the mask more than 8 GiB.
         IndexError: If an entry of `index` is no sample.
-        TypeError: If a tensor has a wrong dtype.
+        TypeError: If a tensor has a wrong dtype; for an unknown option.
     """
+    _refuse_unknown(options)
     return Batch(
         *_ops.collate.default(
             tokens,
@@ -292,8 +296,9 @@ def collate_list(
 
     Raises:
         ValueError: As for `collate`, or if a sample has more or fewer labels than tokens.
-        TypeError: If a tensor has a wrong dtype.
+        TypeError: If a tensor has a wrong dtype; for an unknown option.
     """
+    _refuse_unknown(options)
     return Batch(
         *_ops.collate_list.default(
             input_ids,
@@ -302,6 +307,12 @@ def collate_list(
             **options,
         )
     )
+
+
+def _refuse_unknown(options: CollateOptions) -> None:
+    for name in options:
+        if name not in _COLLATE_OPTIONS:
+            raise TypeError(f"there is no option {name!r}, but {', '.join(_COLLATE_OPTIONS)}")
 
 
 def pack_values(
@@ -369,6 +380,9 @@ def block_mask(
     alike: it attends to earlier padding where `causal` and to all of the row's otherwise, never to
     tokens, nor they to it. `cu_seqlens` may cut the same padding into several segments or add it to
     the last sample; what padding computes is not used either way.
+
+    On the CPU the memory of one mask of 32 MiB or more stays with the process when it is freed, for
+    the next one, until the system is short of memory.
 
     Args:
         segment_ids (Tensor): (R, L) or (L,) integers, of which only equality counts.
