@@ -719,10 +719,12 @@ def arrow(draw: Draw) -> None:
     with folder() as path:
         file = path / ("data.parquet" if kind == "parquet" else "data.arrow")
         if kind == "parquet":
-            pa.parquet.write_table(table, file)
+            pages, packed = draw.one_of(["1.0", "2.0"]), draw.one_of(["none", "snappy", "zstd"])
+            pa.parquet.write_table(table, file, data_page_version=pages, compression=packed)
         else:
             new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-            with new(str(file), table.schema) as writer:
+            options = pa.ipc.IpcWriteOptions(compression=draw.one_of([None, "lz4", "zstd"]))
+            with new(str(file), table.schema, options=options) as writer:
                 writer.write_table(table, max_chunksize=4)
         if draw.chance(0.8):
             file.write_bytes(draw.damaged(file.read_bytes()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -126,24 +127,23 @@ def test_a_small_archive_may_still_be_compressed(tmp_path: Path) -> None:
     assert found.lengths.sum() == 700_000
 
 
-def say_more_values(path: Path) -> None:
-    """Have the footer of a Parquet file of 2^20 values say that it has 2^27 - 1."""
-    content = path.read_bytes()
-    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    old, new = (b"\x80\x80\x80\x01", b"\xfe\xff\xff\x7f")  # twice the number, 7 bits a byte
-    assert old in content[start:]
-    path.write_bytes(content[:start] + content[start:].replace(old, new))
-
-
-def test_parquet_that_unpacks_to_more_than_it_should_is_refused_before_it_is_read(
-    tmp_path: Path,
-) -> None:
-    """A row of 2^28 equal tokens is a file of 650 bytes."""
-    path = tmp_path / "a.parquet"
+def long_row(path: Path, **options: Any) -> bytes:
+    """Write a row of 2^20 equal tokens to a Parquet file; return all of it."""
     tokens = pa.ListArray.from_arrays([0, 1 << 20], pa.array(np.zeros(1 << 20, np.int8)))
-    pa.parquet.write_table(pa.table({"input_ids": tokens}), path, write_statistics=False)
-    say_more_values(path)
+    pa.parquet.write_table(pa.table({"input_ids": tokens}), path, write_statistics=False, **options)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_parquet_that_unpacks_to_more_than_it_should_is_refused_before_it_is_read(
+    version: str, tmp_path: Path
+) -> None:
+    """A row of 2^28 equal tokens is a file of 650 bytes, of which the footer may tell nothing."""
+    path = tmp_path / "a.parquet"
+    content = long_row(path, data_page_version=version)
     packed = pa.parquet.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size
+    # The page says that it has 2^27 - 1 of them: twice the number, 7 bits a byte.
+    path.write_bytes(content.replace(b"\x80\x80\x80\x01", b"\xfe\xff\xff\x7f", 1))
 
     with pytest.raises(Exception, match=r".") as caught:
         read([path], Options(Config(sequence_len=8)))
@@ -153,6 +153,121 @@ def test_parquet_that_unpacks_to_more_than_it_should_is_refused_before_it_is_rea
         f"{path}: row group 0 unpacks to 1,073,741,816 bytes from {packed}: write it with smaller "
         "row groups"
     )
+
+
+def test_a_footer_that_says_more_than_there_is_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    content = long_row(path)
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer = content[start:].replace(b"\x80\x80\x80\x01", b"\xfe\xff\xff\x7f")
+    assert footer != content[start:]
+    path.write_bytes(content[:start] + footer)
+
+    with pytest.raises(Exception, match=r"no page of a column at byte ") as caught:
+        read([path], Options(Config(sequence_len=8)))
+
+    assert type(caught.value).__name__ == "CliError"
+
+
+def test_a_footer_that_contradicts_itself_does_not_end_the_process(tmp_path: Path) -> None:
+    """Asked for a column of it, pyarrow 26 aborted."""
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"input_ids": [[1, 2], [3]]}), path)
+    # Values that may be null, and then that may not, of which the statistics know nothing.
+    content = path.read_bytes()
+    assert content.count(b"\x25\x02\x18\x07element") == 1
+    path.write_bytes(content.replace(b"\x25\x02\x18\x07element", b"\x25\x00\x18\x07element"))
+
+    said = limited(read_by(path), mebibytes=1024)
+
+    assert said == [
+        f"CliError: {path}: Definition level histogram size mismatch, size: 4, expected: 3"
+    ]
+
+
+def read_by(path: Path) -> str:
+    """The line that reads a file or a folder, for a process of its own."""
+    sources = "__import__('multipack.cli.sources', fromlist=['read'])"
+    return f"{sources}.read([Path({str(path)!r})], {sources}.Options(Config(sequence_len=8)))"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_two_columns_of_one_name_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    if name == "a.parquet":
+        pa.parquet.write_table(table, path)
+    elif name == "a.arrow":
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        path.write_text("text,body\na,b\n")
+
+    with pytest.raises(Exception, match=r".") as caught:
+        read([path], Options(Config(sequence_len=8), columns={"text": "body"}))
+
+    assert type(caught.value).__name__ == "CliError"
+    assert str(caught.value) == f"{path}: 2 columns are called `text`: keep one"
+
+
+def compressed(path: Path, table: pa.Table, file: bool, unpacked: int) -> Path:
+    """Write an Arrow file whose largest buffer says that it unpacks to 2^40 bytes."""
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with (pa.ipc.new_file if file else pa.ipc.new_stream)(
+        str(path), table.schema, options=options
+    ) as writer:
+        writer.write_table(table)
+    before, said, after = path.read_bytes().rpartition(unpacked.to_bytes(8, "little"))
+    assert said
+    path.write_bytes(before + (1 << 40).to_bytes(8, "little") + after)
+    return path
+
+
+def test_compressed_arrow_that_unpacks_to_more_than_it_should_is_refused_in_little_memory(
+    tmp_path: Path,
+) -> None:
+    import datasets
+
+    tokens = pa.table({"input_ids": [[7] * 100_001]})
+    text = pa.table({"text": pa.array(["x" * 50_000, "y" * 50_001]).dictionary_encode()})
+    paths = [
+        compressed(tmp_path / "file.arrow", tokens, True, 800_008),
+        compressed(tmp_path / "stream.arrow", tokens, False, 800_008),
+        compressed(tmp_path / "dictionary.arrow", text, True, 100_001),
+        tmp_path / "old.arrow",
+        tmp_path / "folder",
+    ]
+    # As Arrow 0.17 told of compression.
+    batch = pa.record_batch({"length": pa.array([1 << 40, 1], pa.int64())})
+    options = pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)
+    with pa.ipc.new_stream(str(paths[3]), batch.schema, options=options) as writer:
+        writer.write_batch(batch, custom_metadata={"ARROW:experimental_compression": "zstd"})
+    datasets.Dataset(tokens).save_to_disk(str(paths[4]))
+    (data,) = paths[4].glob("*.arrow")
+    compressed(data, tokens, False, 800_008)
+
+    said = limited(*map(read_by, paths), mebibytes=1024)
+
+    # The offsets of lists and texts are unpacked, too.
+    unpacked = [8, 8, 12, 0, 8]
+    assert [line.split(" bytes from ")[0] for line in said] == [
+        f"CliError: {path}: record batch 0 unpacks to {(1 << 40) + more:,}"
+        for path, more in zip([*paths[:4], data], unpacked, strict=True)
+    ]
+    assert all(line.endswith(": write it in smaller ones, or uncompressed") for line in said)
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow_may_still_be_compressed(compression: str, new: Any, tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[1, 2, 3], [4]], "text": ["a", "b"]})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with new(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=1)
+
+    found, _ = read([tmp_path / "a.arrow"], Options(Config(sequence_len=8)))
+
+    assert found.lengths.tolist() == [3, 1]
 
 
 def test_long_rows_of_parquet_are_read_a_few_at_a_time(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ and a million tokens of text.
 
 from __future__ import annotations
 
+import itertools
+import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from . import data
 from ._errors import CliError, require
 from .data import BadRecordError, kind_of
 from .tokenizer import DEFAULT, Tokenizer, load_tokenizer
+from .unpacked import MOST, check_batch, is_bomb, pages_of, row_groups_of
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -51,10 +54,6 @@ _MOST_SAMPLES = 1_000_000_000
 
 # Tokens of a piece, where samples are longer than that.
 _PIECE_TOKENS = 4096 * _PIECE
-
-# Of a compressed array, and of a row group of Parquet, unless its file is not much smaller: a
-# hundred million numbers.
-_MOST_UNPACKED = 800_000_000
 
 _LARGEST = np.iinfo(np.int64).max
 
@@ -394,6 +393,11 @@ class _Reader:
             names = [ours.get(name, name) for name in batch.schema.names]
             batch = batch.rename_columns(names)
             wanted = [name for name in (*_TOKENS, *_NUMBERS, *_TEXT) if name in names]
+            for name in wanted:
+                if names.count(name) > 1:
+                    raise CliError(
+                        f"{where}: {names.count(name)} columns are called `{name}`: keep one"
+                    )
             if "input_ids" in names:
                 yield from self._of_lists(where, start, batch)
             elif "length" in names:
@@ -401,7 +405,9 @@ class _Reader:
                     where, start, *(_integers(where, start, batch, name) for name in _NUMBERS)
                 )
             elif wanted:
-                rows = batch.select(wanted).to_pylist()
+                # One at a time: a text that a dictionary has once becomes one for each row.
+                texts = batch.select(wanted)
+                rows = (row for i in range(len(texts)) for row in texts.slice(i, 1).to_pylist())
                 yield from self._of_records(
                     ((f"{where}: row {start + i}", row) for i, row in enumerate(rows)),
                     _present,
@@ -542,18 +548,13 @@ def _numpy_arrays(path: Path) -> dict[str, Integers]:
             if name not in ("lengths", "label_counts", "count"):
                 arrays[name] = np.zeros(0)
                 continue
-            if _is_bomb(member.file_size, member.compress_size):
+            if is_bomb(member.file_size, member.compress_size):
                 raise CliError(
                     f"{path}: `{name}` unpacks to {member.file_size:,} bytes from "
                     f"{member.compress_size:,}: save it with np.savez, uncompressed"
                 )
             arrays[name] = parse(archive.read(member))
         return arrays
-
-
-def _is_bomb(unpacked: int, packed: int) -> bool:
-    """Whether so many bytes out of so few are more than data can be meant to have."""
-    return unpacked > max(_MOST_UNPACKED, 100 * packed)
 
 
 def _check_array(where: str, name: str, array: Any, lengths: Any) -> None:
@@ -586,12 +587,12 @@ def _read_table(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
 
     try:
         if path.suffix == ".parquet":
-            with pa.parquet.ParquetFile(path) as file:
-                batches = _read_parquet(file, _wanted(file.schema_arrow.names, options))
+            with pa.memory_map(str(path)) as source, pa.parquet.ParquetFile(source) as file:
+                names = _wanted(file.schema_arrow.names, options)
+                batches = _read_parquet(source, file, names)
                 yield from _counted(batches, path.name, file.metadata.num_rows)
         elif path.suffix == ".arrow":
-            with pa.memory_map(str(path)) as source:
-                yield from _counted(_read_arrow(source, options), path.name)
+            yield from _counted(_read_arrow(path, options), path.name)
         else:
             parse = pa.csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
             with pa.csv.open_csv(path, parse_options=parse) as batches:
@@ -602,51 +603,92 @@ def _read_table(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
         raise CliError(f"{path}: {error}") from error
 
 
-def _read_parquet(file: Any, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _read_parquet(source: Any, file: Any, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a Parquet file, fewer at a time where they are long.
 
-    Equal tokens are written once and counted, so that a row of gigabytes needs a hundred bytes. The
-    file says beforehand how much it holds.
+    Equal tokens are written once and counted, so that a row of gigabytes needs a hundred bytes.
 
     Raises:
-        CliError: If that is far more than the file is large.
+        CliError: If the pages hold far more than they are large.
     """
-    for number in range(file.num_row_groups):
-        group = file.metadata.row_group(number)
-        rows, packed, unpacked, most = max(group.num_rows, 1), 0, 0, 1
-        for index in range(group.num_columns):
-            column = group.column(index)
-            if not any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+    source.seek(0)
+    content = memoryview(source.read_buffer()).cast("B")
+    for number, group in enumerate(row_groups_of(content)):
+        rows, packed, unpacked, most, heaviest = max(group.rows, 1), 0, 0, 1, 1
+        if len(group.columns) != len(file.schema):
+            found = len(group.columns)
+            raise CliError(f"row group {number} has {found} columns of {len(file.schema)}")
+        for index, chunk in enumerate(group.columns):
+            column = file.schema.column(index)
+            if not any(f"{column.path}.".startswith(f"{name}.") for name in names):
                 continue
-            packed += column.total_compressed_size
+            pages = pages_of(content, chunk)
             # Of flat columns a piece takes what its rows take.
-            values = column.num_values if file.schema.column(index).max_repetition_level else 0
-            unpacked += max(column.total_uncompressed_size, 8 * values)
+            values = pages.values if column.max_repetition_level else 0
+            packed += pages.packed
+            unpacked += max(pages.unpacked, 8 * values)
             most = max(most, values // rows)
-        if _is_bomb(unpacked, packed):
+            if column.physical_type == "BYTE_ARRAY":
+                # No text is longer than its page, or than that of the dictionary which has it.
+                heaviest = max(heaviest, pages.largest * max(1, values // rows))
+        if is_bomb(unpacked, packed):
             raise CliError(
                 f"row group {number} unpacks to {unpacked:,} bytes from {packed:,}: write it with "
                 "smaller row groups"
             )
-        piece = max(1, min(_piece_rows(names), _PIECE_TOKENS // most))
+        piece = max(1, min(_piece_rows(names), _PIECE_TOKENS // most, MOST // heaviest))
         yield from file.iter_batches(piece, row_groups=[number], columns=names)
 
 
-def _read_arrow(source: Any, options: Options) -> Iterator[pa.RecordBatch]:
+def _read_arrow(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     """The rows of an Arrow file or stream, of whatever size it was written in."""
     import pyarrow as pa
 
-    try:
-        reader = pa.ipc.open_file(source)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    except pa.ArrowInvalid:  # it is a stream, as Hugging Face's datasets are
+    # Both ends of it are read in step: what is looked at, and what is unpacked.
+    with _open_stream(path) as source, _open_stream(path) as other:
+        messages = pa.ipc.MessageReader.open_stream(other)
+        reader = pa.ipc.open_stream(source)
+        names = _wanted(reader.schema.names, options)
+        # By place, because there may be two of a name.
+        places = [i for i, name in enumerate(reader.schema.names) if name in names]
+        for number in itertools.count():
+            check_batch(messages, number)
+            try:
+                batch = _sound(reader.read_next_batch().select(places))
+            except StopIteration:
+                return
+            for start in range(0, batch.num_rows, _piece_rows(names)):
+                yield batch.slice(start, _piece_rows(names))
+
+
+def _check_arrow(path: Path) -> None:
+    """Checks an Arrow file for whoever unpacks all of it.
+
+    Raises:
+        CliError: If a record batch of it unpacks to far more than there is of it.
+    """
+    import pyarrow as pa
+
+    with _open_stream(path) as source:
+        messages = pa.ipc.MessageReader.open_stream(source)
+        try:
+            for number in itertools.count():
+                if not check_batch(messages, number):
+                    return
+        except CliError as error:
+            raise CliError(f"{path}: {error}") from error
+
+
+def _open_stream(path: Path) -> Any:
+    """An Arrow file, mapped, at its first message: a file is a stream with a head and a foot."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(path))
+    if source.read(6) != b"ARROW1":  # it is a stream, as Hugging Face's datasets are
         source.seek(0)
-        reader = batches = pa.ipc.open_stream(source)
-    names = _wanted(reader.schema.names, options)
-    for batch in batches:
-        batch = _sound(batch.select(names))
-        for start in range(0, batch.num_rows, _piece_rows(names)):
-            yield batch.slice(start, _piece_rows(names))
+    else:
+        source.seek(8)
+    return source
 
 
 def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
@@ -656,7 +698,12 @@ def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     try:
+        for state in path.glob("**/state.json"):
+            for file in json.loads(state.read_bytes())["_data_files"]:
+                _check_arrow(state.parent / file["filename"])
         found: Any = datasets.load_from_disk(str(path))
+    except CliError:
+        raise
     except FileNotFoundError as error:
         raise CliError(
             f"{path} is a folder, but not one of save_to_disk of Hugging Face's datasets: name the "
