@@ -240,11 +240,11 @@ impl Layout {
     }
 
     /// The segments in parts of about equal size, each with its number of tokens: a single one for
-    /// small batches or one thread. More parts than threads, because a thread may come late.
+    /// small batches or one thread.
     fn parts(&self, threads: usize) -> Vec<(&[Segment], usize)> {
         let size = self.rows() * self.row_len();
         let target = if threads > 1 && size >= PARALLEL_TOKENS {
-            size.div_ceil(4 * threads)
+            parallel::chunk_len(size, threads)
         } else {
             size
         };

@@ -53,14 +53,14 @@ class Endless(IterableDataset[dict[str, Any]]):
             )
 
     @property
-    def samples(self) -> int:
+    def first_digest(self) -> int:
         """A hash of the first buffer, whichever process has read it; -1: none has."""
         return int(self.stream._first_samples)
 
     def state_at(self, position: int) -> dict[str, Any]:
         """Return the state after so many microbatches of this rank, as plain data."""
         identity = self.stream._identity()
-        return {"version": VERSION, **identity, "position": position, "samples": self.samples}
+        return {"version": VERSION, **identity, "position": position, "samples": self.first_digest}
 
     def position_of(self, state: Mapping[str, Any]) -> int:
         """Return how many microbatches of a rank are done in a state.
@@ -80,7 +80,7 @@ class Endless(IterableDataset[dict[str, Any]]):
             ValueError: If it is one.
         """
         # A state that was saved before anything was read says nothing.
-        if state.get("samples", -1) not in (-1, self.samples):
+        if state.get("samples", -1) not in (-1, self.first_digest):
             raise unavailable(
                 "the stream yields other samples than before, or in another order, among the first "
                 f"{self.stream.config.streaming_multipack_buffer_size}"

@@ -55,7 +55,7 @@ def check_ranks(
     Args:
         source (MultipackBatchSampler | StreamingMultipack | Plan): This rank's.
         peers (int): How many processes share one rank's batches: the tensor-parallel times the
-            context-parallel size.
+            context-parallel size, times the stages of a pipeline.
         group (torch.distributed.ProcessGroup): The processes that take part; None: all. Given the
             data-parallel group of a device mesh, leave `peers` at 1.
 

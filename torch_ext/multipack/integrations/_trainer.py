@@ -425,7 +425,7 @@ class PackedTrainer(Trainer):
     def _check_stream(self, stream: Endless) -> None:
         """Compare what all ranks have read, and what was read before the checkpoint."""
         self._stream_checked = True
-        if len(set(gather_object([stream.samples]))) > 1:
+        if len(set(gather_object([stream.first_digest]))) > 1:
             raise RuntimeError(
                 "the ranks read different streams, each of which is dealt out to all of them: give "
                 "every rank the same samples in the same order (a shuffle needs a seed)"
