@@ -29,8 +29,8 @@ endif
 export OMP_WAIT_POLICY := passive
 
 TESTED_WITH_OLDEST := accelerate arrow collate_samples dataset examples hf_attention \
-	hf_checkpoints hf_refusals hf_stream hf_trainer lightning plan resume_hf torchdata torchrun trl \
-	versions workers
+	hf_checkpoints hf_refusals hf_stream hf_trainer lightning plan plan_files plan_inputs plan_orders \
+	resume_hf torchdata torchrun trl versions workers
 
 SOURCES := Cargo.toml Cargo.lock build.rs libtorch.py setup.py pyproject.toml \
 	$(shell find src cpp -type f)
@@ -102,7 +102,7 @@ miri:
 # looks at its arithmetic as well (but not at classes of torch, which hides what that needs). Needs
 # nightly Rust; the runtime is gcc's, which Python is given.
 SANITIZED := arrow attention collate collate_samples microbatch ops_collate ops_mask ops_plan \
-	ops_refusals plan script threads transport
+	ops_refusals plan plan_files plan_inputs plan_orders script threads transport
 TARGET := x86_64-unknown-linux-gnu
 
 sanitize: build

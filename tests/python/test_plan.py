@@ -1,35 +1,19 @@
-"""Plans: what they hold, what they leave out, and that they are the same everywhere."""
+"""Plans: what they hold, what they leave out, and what they say of themselves."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import multiprocessing
 import pickle
-import subprocess
-import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from plans import ALGORITHMS, rows_of
 
-import multipack
-from multipack import Config, Plan, Repeat, load_plan, plan
-
-
-def rows_of(plan: Plan) -> list[list[int]]:
-    """All rows of a plan, microbatch after microbatch."""
-    return [
-        row
-        for k in range(len(plan))
-        for rank in range(plan.config.world_size)
-        for row in plan[rank, k]
-    ]
+from multipack import Config, Plan, Repeat, plan
 
 
 def sorted_rows(plan: Plan) -> list[list[int]]:
@@ -301,109 +285,6 @@ def test_a_plan_is_indexed_by_rank_and_microbatch(key: Any) -> None:
     )
 
 
-LENGTHS = [1, 3, 5, 7, 9, 11]
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        LENGTHS,
-        tuple(LENGTHS),
-        range(1, 13, 2),
-        np.arange(1, 13)[::2],
-        np.arange(1, 13, dtype=np.uint8)[::2],
-        np.array(LENGTHS, np.uint16),
-        np.array(LENGTHS, np.int32),
-        np.array(LENGTHS, np.uint64),
-        np.array(LENGTHS, ">i4"),
-        np.array([LENGTHS, LENGTHS]).T[:, 0],
-        torch.tensor(LENGTHS, dtype=torch.int16),
-        torch.arange(1, 13)[::2],
-        torch.tensor([LENGTHS, LENGTHS]).T[:, 1],
-    ],
-    ids=lambda lengths: f"{type(lengths).__name__} {getattr(lengths, 'dtype', '')}",
-)
-def test_lengths_in_any_form_give_the_same_plan(lengths: Any) -> None:
-    assert plan(LENGTHS, sequence_len=12).digest == plan(lengths, sequence_len=12).digest
-
-
-def test_lengths_may_be_expanded_or_read_only() -> None:
-    constant = np.full(6, 4)
-    constant.flags.writeable = False
-
-    digest = plan([4] * 6, sequence_len=12).digest
-
-    assert digest == plan(torch.tensor([4]).expand(6), sequence_len=12).digest
-    assert digest == plan(constant, sequence_len=12).digest
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kind", "text"),
-    [
-        ([1.5], TypeError, "lengths must hold integers, but is an array of float64"),
-        (["3"], TypeError, "lengths must hold integers, but is an array of <U1"),
-        ([True], TypeError, "lengths must hold integers, but is an array of bool"),
-        (
-            torch.tensor([3.0]),
-            TypeError,
-            "lengths must hold integers, but is a tensor of torch.float32",
-        ),
-        ([[3]], ValueError, "lengths has shape [1, 1], but must be one-dimensional"),
-        (
-            np.array([2**64 - 1], np.uint64),
-            ValueError,
-            "lengths holds 18446744073709551615, more than 9223372036854775807",
-        ),
-        ([[1], [2, 3]], TypeError, "lengths must be numbers, but is of lists of unequal lengths"),
-        (None, TypeError, "lengths must hold integers, but is an array of object"),
-        (
-            torch.empty(3, dtype=torch.int64, device="meta"),
-            ValueError,
-            "multipack::plan runs on the CPU, but lengths is on meta: move it there with .cpu(), "
-            "and the results back",
-        ),
-        ([3, -1], ValueError, "sample 1 has length -1, but a length is 0 or more tokens"),
-    ],
-)
-def test_lengths_that_are_none_are_refused(lengths: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught:
-        plan(lengths, sequence_len=8)
-
-    assert text == str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "text"),
-    [
-        (
-            {"label_counts": [1]},
-            ValueError,
-            "label_counts has 1 entries, but lengths has 2: give one entry per sample",
-        ),
-        (
-            {"label_counts": [1, 1], "label_starts": [0, 1]},
-            TypeError,
-            "label_starts must hold bools, but is an array of int64",
-        ),
-        ({"split": "test"}, ValueError, "split is 'test', but must be 'train' or 'eval'"),
-        ({"epoch": 0.5}, TypeError, "epoch is 0.5, but must be an integer"),
-        ({"epoch": -1}, ValueError, "epoch is -1, but must be 0 or more"),
-        (
-            {"config": Config()},
-            ValueError,
-            "sequence_len is needed to plan: the most tokens of one sample",
-        ),
-    ],
-)
-def test_other_arguments_that_do_not_fit_are_refused(
-    arguments: dict[str, Any], kind: type[Exception], text: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        plan([3, 4], **{"config": Config(sequence_len=8), **arguments})
-
-    assert text == str(caught.value)
-
-
 def test_totals_beyond_32_bits_are_right() -> None:
     made = plan(np.full(300_000, 8192, np.int32), sequence_len=16_384)
 
@@ -429,159 +310,6 @@ def test_samples_over_half_the_capacity_get_a_row_each() -> None:
         made = plan(np.full(100_000, 6), sequence_len=10, sample_packing_algorithm=algorithm)
 
         assert len(made) == 100_000
-
-
-@pytest.mark.parametrize("form", [list, np.array, torch.tensor], ids=["list", "numpy", "tensor"])
-def test_an_epoch_is_a_permutation_of_equal_samples(form: Any) -> None:
-    """Shuffling a tensor in place by swapping views once duplicated some entries."""
-    for seed in range(50):
-        made = plan(form([4] * 64), sequence_len=4, seed=seed)
-
-        assert list(range(64)) == sorted(made.index.tolist())
-        assert made.digest == plan([4] * 64, sequence_len=4, seed=seed).digest
-
-
-def test_what_is_left_out_differs_by_epoch() -> None:
-    used: set[int] = set()
-    for epoch in range(20):
-        index = plan([4] * 10, sequence_len=4, world_size=4, epoch=epoch).index.tolist()
-        assert len(set(index)) == 8
-        used.update(index)
-
-    assert set(range(10)) == used
-
-
-def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
-    lengths = list(range(1, 40))
-
-    def digest(**keys: Any) -> str:
-        return plan(lengths, sequence_len=64, **keys).digest
-
-    assert digest() == digest()
-    assert digest(epoch=1) != digest(epoch=0)
-    assert digest(seed=1) != digest(seed=0)
-    # Were the two added, epoch 1 of seed 0 would be epoch 0 of seed 1.
-    first = plan(lengths, sequence_len=64, seed=0, epoch=1).index
-    assert first.tolist() != plan(lengths, sequence_len=64, seed=1, epoch=0).index.tolist()
-
-
-ALGORITHMS = ("best_fit_decreasing", "tight", "first_fit", "next_fit")
-
-
-def lognormal(seeded: np.random.Generator, n: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Lengths with a long tail, as those of chats are."""
-    return np.clip(seeded.lognormal(5, 1, n), 1, 2048).astype(np.int64)
-
-
-def pairs(plan: Plan) -> set[tuple[int, int]]:
-    """All pairs of samples that share a row."""
-    return {pair for row in rows_of(plan) for pair in itertools.combinations(sorted(row), 2)}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_who_shares_a_row_differs_by_epoch(seed: int, algorithm: str) -> None:
-    """A packer that sorts would put the same samples together in every epoch.
-
-    Samples of equal length take turns: here each length has a hundred.
-    """
-    lengths = np.random.default_rng(seed).permutation(np.repeat(np.arange(100, 500, 20), 100))
-    first, second = (
-        pairs(plan(lengths, sequence_len=2048, sample_packing_algorithm=algorithm, epoch=epoch))
-        for epoch in (0, 1)
-    )
-
-    assert len(first & second) < 0.15 * len(first)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_neighbouring_microbatches_are_not_alike(
-    seeded: np.random.Generator, algorithm: str
-) -> None:
-    """Sorted by length they would be, and the loss would go up and down with them."""
-    made = plan(lognormal(seeded, 5000), sequence_len=2048, sample_packing_algorithm=algorithm)
-
-    correlation = made.stats.after.length_correlation
-    assert correlation is not None
-    assert abs(correlation) <= 3 / len(made) ** 0.5
-
-
-def test_data_seed_stands_in_for_seed() -> None:
-    lengths = list(range(1, 40))
-
-    alone = plan(lengths, sequence_len=64, seed=5).index.tolist()
-
-    assert alone == plan(lengths, sequence_len=64, seed=1, data_seed=5).index.tolist()
-
-
-def test_other_processes_and_thread_counts_make_the_same_plan() -> None:
-    """Ranks must agree without talking: no hash order, no thread order."""
-    code = (
-        "import multipack, numpy; "
-        "lengths = numpy.random.default_rng(0).integers(1, 2048, 20_000); "
-        "print(multipack.plan(lengths, sequence_len=4096, world_size=3).digest)"
-    )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "MULTIPACK_NUM_THREADS": threads, "OMP_NUM_THREADS": "8"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed, threads in (("0", "1"), ("1", "2"), ("2", "8"))
-    }
-
-    assert len(digests) == 1
-
-
-def digest_of_many() -> str:
-    return plan(np.random.default_rng(0).integers(1, 2048, 200_000), sequence_len=4096).digest
-
-
-def test_a_forked_child_makes_the_same_plan() -> None:
-    """After the parent has used its threads, which the child does not have."""
-    here = digest_of_many()
-
-    with multiprocessing.get_context("fork").Pool(1) as child:
-        assert here == child.apply_async(digest_of_many).get(timeout=60)
-
-
-def test_planning_can_be_interrupted() -> None:
-    """A real Ctrl-C: the planner was still at work when Python heard it."""
-    code = (
-        "import os, signal, threading, time\n"
-        "import numpy, multipack\n"
-        # A shell that runs the tests in the background has it ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "lengths = numpy.random.default_rng(0).integers(1, 4096, 1_000_000)\n"
-        "def planners():\n"
-        "    return [t for t in threading.enumerate() if t.name == 'multipack plan']\n"
-        "def interrupt():\n"
-        "    while not planners():\n"
-        "        time.sleep(0.001)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=interrupt).start()\n"
-        "try:\n"
-        "    multipack.plan(lengths, sequence_len=4096, sample_packing_algorithm='tight')\n"
-        "except KeyboardInterrupt:\n"
-        "    print(len(planners()), 'planner at work')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "1 planner at work\n"
-
-
-def test_a_long_plan_is_the_same_in_any_thread_and_its_errors_are_too() -> None:
-    lengths = np.random.default_rng(0).integers(1, 4096, 1_000_000)
-    with ThreadPoolExecutor() as pool:
-        elsewhere = pool.submit(plan, lengths, sequence_len=4096).result()
-
-    assert elsewhere.digest == plan(lengths, sequence_len=4096).digest
-    lengths[-1] = -1
-    with pytest.raises(ValueError, match="sample 999999 has length -1"):
-        plan(lengths, sequence_len=4096)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -647,49 +375,6 @@ def test_stats_print_as_a_table() -> None:
     assert "length correlation                     -               -" in lines
 
 
-def test_a_saved_plan_comes_back_whole(tmp_path: Path) -> None:
-    made = plan(list(range(1, 60)), sequence_len=64, world_size=2, incomplete_batches="fill")
-    path = tmp_path / "epoch.plan"
-
-    made.save(path)
-    loaded = load_plan(path)
-
-    assert [path] == list(tmp_path.iterdir())
-    assert made == loaded
-    assert hash(made) == hash(loaded)
-    assert rows_of(made) == rows_of(loaded)
-    assert [type(s) for row in rows_of(made) for s in row] == [
-        type(s) for row in rows_of(loaded) for s in row
-    ]
-
-
-def test_a_plan_is_written_alike_by_every_numpy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NumPy before 2.1 has no options here, and keeps every keyword as an array."""
-    real = np.savez
-
-    def savez(file: Any, **arrays: Any) -> None:
-        assert all(isinstance(array, np.ndarray) for array in arrays.values())
-        real(file, **arrays)
-
-    monkeypatch.setattr(np, "savez", savez)
-    plan([3, 5, 2], sequence_len=8).save(tmp_path / "epoch.plan")
-
-    assert load_plan(tmp_path / "epoch.plan") == plan([3, 5, 2], sequence_len=8)
-
-
-def test_a_plan_is_as_large_as_its_samples_and_not_as_their_masks(tmp_path: Path) -> None:
-    """C61: the masks of these 10,000 rows would take 168 GB."""
-    plan = multipack.plan([512] * 80_000, sequence_len=4096)
-    path = tmp_path / "plan.npz"
-    plan.save(path)
-
-    assert len(plan.row_offsets) == 10_001
-    assert sum(part.nbytes for part in (plan.index, plan.row_offsets, plan.batch_offsets)) < 1 << 20
-    assert path.stat().st_size < 1 << 20
-
-
 def test_plans_are_equal_that_agree_in_everything() -> None:
     lengths = [3, 5, 2, 4, 7]
     made = plan(lengths, sequence_len=8)
@@ -704,50 +389,6 @@ def test_plans_are_equal_that_agree_in_everything() -> None:
         made.digest,
     ):
         assert made != other
-
-
-def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
-    made = plan([4] * 100, sequence_len=4)
-    path = tmp_path / "epoch.plan"
-    made.save(path)
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    arrays["index"][[0, 1]] = arrays["index"][[1, 0]]
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
-
-    with pytest.raises(ValueError) as caught:
-        load_plan(path)
-
-    assert f"{path} is damaged: its checksum is not that of its contents; plan anew" == str(
-        caught.value
-    )
-
-
-def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
-    made = plan([4] * 100, sequence_len=4)
-    path = tmp_path / "epoch.plan"
-    made.save(path)
-    whole = path.read_bytes()
-    pickled = pickle.dumps({"index": [0]})
-
-    for content in (whole[: len(whole) // 2], b"", b"hello", pickled):
-        path.write_bytes(content)
-        with pytest.raises(
-            ValueError,
-            match=r" is not a saved plan, or only a part of one: make it with Plan\.save$",
-        ):
-            load_plan(path)
-    np.savez(path.with_suffix(".npz"), index=np.zeros(3))
-    with pytest.raises(
-        ValueError, match=r" is not a saved plan, or only a part of one: make it with Plan\.save$"
-    ):
-        load_plan(path.with_suffix(".npz"))
-
-
-def test_a_missing_plan_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_plan(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -794,40 +435,3 @@ def test_balancing_without_label_counts_says_what_it_goes_by() -> None:
         "balance_labels has no label counts to go by, so every token counts as supervised; give "
         "label_counts where prompts are masked"
     ]
-
-
-def test_label_counts_are_of_labels_that_enter_the_loss() -> None:
-    counts, starts = multipack.label_counts([-100, 7, 8, 9, -100, 5], [0, 3, 5, 5, 6])
-
-    assert counts.tolist() == [2, 0, 0, 0]
-    assert starts.tolist() == [False, True, False, True]
-    assert (torch.int64, torch.bool) == (counts.dtype, starts.dtype)
-
-
-def test_label_counts_follow_the_first_label_and_truncation() -> None:
-    labels = np.array([1, 2, 3, 4, 5], np.int32)
-    labels.flags.writeable = False
-
-    def counts(**keys: Any) -> list[int]:
-        return multipack.label_counts(labels, [0, 5], Config(**keys))[0].tolist()
-
-    assert counts(sequence_len=3) == [4]
-    assert counts(mask_first_label=False) == [5]
-    assert counts(sequence_len=3, excess_length_strategy="truncate") == [2]
-
-
-def test_labels_of_the_wrong_kind_are_refused() -> None:
-    with pytest.raises(TypeError) as caught:
-        multipack.label_counts([0.5], [0, 1])
-
-    assert str(caught.value) == "labels must be int32 or int64, but is an array of float64"
-    with pytest.raises(ValueError, match="offsets"):
-        multipack.label_counts([1, 2], [0, 3])
-
-
-def test_settings_in_the_place_of_label_counts_are_named() -> None:
-    for make in (plan, multipack.MultipackBatchSampler):
-        with pytest.raises(
-            TypeError, match=r"label_counts is a Config: write config=\.\.\. for it"
-        ):
-            make([3, 4], Config(sequence_len=8))  # type: ignore[arg-type]
