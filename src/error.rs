@@ -137,8 +137,9 @@ pub enum Error {
     },
     /// Fewer microbatches than ranks.
     #[error(
-        "{microbatches} complete microbatches for {world_size} ranks: at least one each is needed; \
-         lower micro_batch_size or sequence_len, use fewer ranks, or set incomplete_batches to fill"
+        "{} for {world_size} ranks: at least one each is needed; lower micro_batch_size or \
+         sequence_len, use fewer ranks, or set incomplete_batches to fill",
+        counted(*microbatches, "complete microbatch", "complete microbatches")
     )]
     TooFewMicrobatches {
         /// Complete microbatches in the epoch.
@@ -403,8 +404,9 @@ pub enum Error {
     },
     /// More repeats to fill a round than is sensible.
     #[error(
-        "filling the last round of {world_size} ranks would repeat {repeats} samples or rows of \
-         the {rows} rows that there are, more than {bound}; use fewer ranks or smaller batches"
+        "filling the last round of {} would repeat {repeats} samples or rows of the {rows} rows \
+         that there are, more than {bound}; use fewer ranks or smaller batches",
+        counted(*world_size, "rank", "ranks")
     )]
     TooManyRepeats {
         /// Repeated samples, or rows if these are more.
@@ -450,6 +452,20 @@ pub enum Error {
     },
 
     // ---- the machine ----
+    /// More repeats to fill a round than there is memory for.
+    #[error(
+        "not enough memory: filling the last round of {} would repeat {repeats} samples or rows, \
+         and {bytes} bytes could not be had; use fewer ranks or smaller batches",
+        counted(*world_size, "rank", "ranks")
+    )]
+    RepeatsOutOfMemory {
+        /// Repeated samples, or rows if these are more.
+        repeats: usize,
+        /// How much was asked for.
+        bytes: usize,
+        /// Data-parallel ranks.
+        world_size: usize,
+    },
     /// More memory than there is, or than a limit allows.
     #[error("not enough memory: {bytes} bytes could not be had; use fewer samples or smaller rows")]
     OutOfMemory {
@@ -466,6 +482,11 @@ pub enum Error {
     },
 }
 
+/// So many of something, as in "1 row" and "2 rows".
+pub(crate) fn counted(count: usize, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
 impl Error {
     /// The exception class of this error.
     pub fn kind(&self) -> ErrorKind {
@@ -473,9 +494,10 @@ impl Error {
             Error::SettingType { .. } => ErrorKind::Type,
             Error::OutOfRange { .. } | Error::SampleIndex { .. } => ErrorKind::Index,
             Error::TensorDtype { .. } => ErrorKind::Type,
-            Error::Torch { .. } | Error::OutOfMemory { .. } | Error::Internal { .. } => {
-                ErrorKind::Internal
-            }
+            Error::Torch { .. }
+            | Error::OutOfMemory { .. }
+            | Error::RepeatsOutOfMemory { .. }
+            | Error::Internal { .. } => ErrorKind::Internal,
             _ => ErrorKind::Value,
         }
     }

@@ -55,7 +55,7 @@ impl Schedule {
     ///
     /// [`Error::TooFewMicrobatches`] when there are several ranks and dropping would leave nothing,
     /// [`Error::TooFewToSplit`] when there are fewer items than rows in a round, and
-    /// [`Error::TooManyRepeats`] or [`Error::OutOfMemory`] when filling it would take too much.
+    /// [`Error::TooManyRepeats`] or [`Error::RepeatsOutOfMemory`] when filling it would take too much.
     pub fn complete(mut rows: Rows, slots: &[u32], round: Round) -> Result<Schedule> {
         let round_rows = round.rows_per_microbatch * round.world_size;
         let mut schedule = Schedule {
@@ -142,7 +142,14 @@ fn check_repeats(rows: &Rows, round: Round, round_rows: usize) -> Result<()> {
             rows: rows.len(),
         });
     }
-    memory::ensure(repeats.max(missing), BYTES_OF_A_REPEAT)
+    memory::ensure(repeats.max(missing), BYTES_OF_A_REPEAT).map_err(|error| match error {
+        Error::OutOfMemory { bytes } => Error::RepeatsOutOfMemory {
+            repeats: repeats.max(missing),
+            bytes,
+            world_size: round.world_size,
+        },
+        other => other,
+    })
 }
 
 /// Splits the fullest row of at least two items in two even parts, until there are `wanted` rows.

@@ -413,7 +413,7 @@ fn a_batch_of_absurdly_many_samples_is_refused_before_memory_runs_out() {
             plan(&[1; 3], None, None, &settings, 0, Split::Eval, 1).expect_err("must be refused");
 
         assert_eq!(
-            "filling the last round of 1 ranks would repeat 2147483644 samples or rows of the 1 \
+            "filling the last round of 1 rank would repeat 2147483644 samples or rows of the 1 \
              rows that there are, more than 16777216; use fewer ranks or smaller batches",
             error.to_string()
         );
@@ -500,7 +500,7 @@ fn one_rank_without_a_complete_microbatch_has_an_empty_plan_and_a_warning() {
     assert_eq!(None, lone.report.after.efficiency);
     assert_eq!(
         vec![
-            "no complete microbatch, so the plan is empty: 1 rows, but a microbatch needs 2; incomplete_batches: \
+            "no complete microbatch, so the plan is empty: 1 row, but a microbatch needs 2; incomplete_batches: \
              fill or split keeps them"
         ],
         lone.report.warnings
@@ -511,7 +511,7 @@ fn one_rank_without_a_complete_microbatch_has_an_empty_plan_and_a_warning() {
     );
     assert_eq!(
         vec![
-            "no complete microbatch, so the plan is empty: 1 samples, but a microbatch needs 2; incomplete_batches: \
+            "no complete microbatch, so the plan is empty: 1 sample, but a microbatch needs 2; incomplete_batches: \
              fill or split keeps them"
         ],
         unpacked.report.warnings

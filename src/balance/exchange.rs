@@ -32,8 +32,9 @@ use std::ops::Range;
 use super::change;
 use super::work::Work;
 use crate::order::Stream;
-use crate::pack::Bounds;
+use crate::pack::{Bounds, Rows};
 use crate::parallel;
+use crate::schedule::Round;
 
 /// Microbatches that exchange with one another.
 const BLOCK: usize = 1 << 13;
@@ -47,6 +48,11 @@ const NEAR: usize = 2;
 const SUMS: usize = 8;
 /// Pairs of sets drawn for one exchange at random.
 const DRAWS: usize = 64;
+/// Most sets of a row of so many samples, or more; the empty one is among them.
+const MOST_SETS: [usize; MEMBERS + 1] = [1, 2, 4, 8, 15, 26, 26, 29, 37];
+/// What each set takes while exchanges are looked for: itself, in a list that may be twice as large
+/// as it need be, and once more in each [`Index`].
+const BYTES_OF_A_SET: usize = 72;
 
 /// What rows may hold, and how long they are in a batch.
 #[derive(Debug, Clone, Copy)]
@@ -114,6 +120,19 @@ pub(super) fn equal_sums(work: &mut Work, shape: Shape, threads: usize) -> usize
     let exchanges = found.concat();
     make(work, &exchanges);
     exchanges.len()
+}
+
+/// What [`equal_sums`] takes for sets at most, in the blocks that are looked through at one time.
+pub(super) fn most_bytes(rows: &Rows, round: Round, threads: usize) -> usize {
+    let sets_of = |row: usize| MOST_SETS[rows.places(row).len().min(MEMBERS)];
+    let block = BLOCK * round.rows_per_microbatch;
+    let firsts = (0..rows.len()).step_by(block);
+    let mut blocks: Vec<usize> = firsts
+        .map(|first| (first..rows.len().min(first + block)).map(sets_of).sum())
+        .collect();
+    blocks.sort_unstable_by(|a, b| b.cmp(a));
+    let sets: usize = blocks.iter().take(threads.max(1)).sum();
+    sets * BYTES_OF_A_SET
 }
 
 /// Makes an exchange that chance picks out, whatever it does to the labels; from elsewhere a search
@@ -294,18 +313,18 @@ struct Index {
 
 impl Index {
     /// Sorts the sets: by ranges of tokens, a few dozen sets in each, then inside these.
-    fn of(sets: &[Set]) -> Index {
+    fn of(sets: Vec<Set>) -> Index {
         let most = sets.iter().map(|set| set.tokens).max().unwrap_or(0);
         let width = most / (sets.len() as u32 / 16 + 1) + 1;
         let mut ends = vec![0u32; (most / width) as usize + 2];
-        for set in sets {
+        for set in &sets {
             ends[(set.tokens / width) as usize + 1] += 1;
         }
         for range in 1..ends.len() {
             ends[range] += ends[range - 1];
         }
         let mut sorted = vec![Set::default(); sets.len()];
-        for &set in sets {
+        for set in sets {
             let end = &mut ends[(set.tokens / width) as usize];
             sorted[*end as usize] = set;
             *end += 1;
@@ -380,13 +399,12 @@ impl<'a> Search<'a> {
         for row in rows {
             table.sets(row, |set| sets.push(set));
         }
-        let loose = sets.iter().filter(|set| table.space(set.row as usize) > 0);
-        let loose: Vec<Set> = loose.copied().collect();
-        let loose = Index::of(&loose);
+        let is_loose = |set: &Set| table.space(set.row as usize) > 0;
+        let loose: Vec<Set> = sets.iter().copied().filter(is_loose).collect();
         Search {
             table,
-            all: Index::of(&sets),
-            loose,
+            loose: Index::of(loose),
+            all: Index::of(sets),
             mean,
             done: vec![false; batches.len()],
             first_batch: batches.start,

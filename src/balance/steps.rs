@@ -49,7 +49,8 @@ pub(super) fn even_steps(work: &mut Work, order: &[u32], step: usize) {
         // Another partner each time: two steps need not have lengths in common.
         low.rotate_left(round.min(half));
         for (low, high) in low.iter_mut().zip(high.iter_mut().rev()) {
-            if (high.labels - low.labels) * TOLERANCE <= mean {
+            // Steps of millions of microbatches of 2³¹ labels go beyond the numbers: far apart.
+            if (high.labels - low.labels).saturating_mul(TOLERANCE) <= mean {
                 continue;
             }
             // What stands at a place is of one kind from the beginning to the end.
@@ -139,4 +140,30 @@ fn exchange(work: &mut Work, low: &mut Step, high: &mut Step) -> bool {
         work.labels.swap(one, other);
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_whose_labels_fill_the_numbers_are_evened_too() {
+        // Two million microbatches of 2³¹ labels in a step: the difference times the tolerance
+        // overflowed.
+        let labels = 1 << 52;
+        let mut work = Work {
+            items: vec![0, 1],
+            lengths: vec![9, 9],
+            labels: vec![7, 1],
+            leads: Vec::new(),
+            fronts: vec![0, 1],
+            batch_of: vec![0, 1],
+            totals: vec![2 * labels, labels],
+        };
+
+        even_steps(&mut work, &[0, 1], 1);
+
+        assert_eq!(vec![1, 0], work.items);
+        assert_eq!(vec![2 * labels - 6, labels + 6], work.totals);
+    }
 }

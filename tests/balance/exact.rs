@@ -66,8 +66,8 @@ fn numbers_that_do_not_divide_are_no_reason_to_stop() {
     let settings = r#""sequence_len": 8, "world_size": 4, "balance_labels": true"#;
     let too_few = plan_of(&[(4, 2)], settings).expect_err("one row for four ranks");
     assert_eq!(
-        "1 complete microbatches for 4 ranks: at least one each is needed; lower micro_batch_size \
-         or sequence_len, use fewer ranks, or set incomplete_batches to fill",
+        "1 complete microbatch for 4 ranks: at least one each is needed; lower micro_batch_size or \
+         sequence_len, use fewer ranks, or set incomplete_batches to fill",
         too_few.to_string()
     );
 }

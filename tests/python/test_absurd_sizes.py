@@ -43,15 +43,17 @@ CASES = [
     (PLAN.format("[5, 6], sequence_len=8, world_size=2**31 - 1"), "ValueError: 2 complete micro"),
     (
         PLAN.format("[5], sequence_len=8, world_size=2**24, incomplete_batches='fill'"),
-        "RuntimeError: not enough memory: 1610612640 bytes could not be had; use fewer samples or "
-        "smaller rows",
+        "RuntimeError: not enough memory: filling the last round of 16777216 ranks would repeat "
+        "16777215 samples or rows, and 1610612640 bytes could not be had; use fewer ranks or "
+        "smaller batches",
     ),
     (
         PLAN.format(
             "[1], sequence_len=1, sample_packing=False, micro_batch_size=2**24, split='eval'"
         ),
-        "RuntimeError: not enough memory: 1610612640 bytes could not be had; use fewer samples or "
-        "smaller rows",
+        "RuntimeError: not enough memory: filling the last round of 1 rank would repeat 16777215 "
+        "samples or rows, and 1610612640 bytes could not be had; use fewer ranks or smaller "
+        "batches",
     ),
     (
         PLAN.format(
@@ -128,7 +130,7 @@ CASES = [
     ),
     (
         "plan(torch.ones(2**22, dtype=torch.int64), sequence_len=8)",
-        "RuntimeError: not enough memory: 268435456 bytes could not be had; use fewer samples or "
+        "RuntimeError: not enough memory: 402653184 bytes could not be had; use fewer samples or "
         "smaller rows",
     ),
     (
@@ -173,7 +175,7 @@ lengths = torch.from_numpy(__import__("numpy").random.default_rng(0).integers(1,
 counts = lengths // 3
 keys = eval(sys.argv[1])
 multipack.plan(lengths[:99], counts[:99], **keys)
-for limit in (0, 8, 12, 16, 20, 24, 32, 40, 64):
+for limit in map(int, sys.argv[2:]):
     child = os.fork()
     if child == 0:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -188,27 +190,49 @@ for limit in (0, 8, 12, 16, 20, 24, 32, 40, 64):
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "enough"),
     [
-        {},
-        {"sample_packing_algorithm": "first_fit", "incomplete_batches": "split", "world_size": 7},
-        {
-            "sample_packing_algorithm": "tight",
-            "multipack_real_batches": True,
-            "micro_batch_size": 4,
-        },
-        {"balance_labels": True, "world_size": 4, "gradient_accumulation_steps": 4},
-        {"balance_labels": True, "sample_packing": False, "micro_batch_size": 4},
+        ({}, 64),
+        (
+            {
+                "sample_packing_algorithm": "first_fit",
+                "incomplete_batches": "split",
+                "world_size": 7,
+            },
+            64,
+        ),
+        (
+            {
+                "sample_packing_algorithm": "tight",
+                "multipack_real_batches": True,
+                "micro_batch_size": 4,
+            },
+            64,
+        ),
+        # What balancing takes grows with the microbatches, and with the sets of samples in a row.
+        ({"balance_labels": True, "world_size": 4, "gradient_accumulation_steps": 4}, 128),
+        ({"balance_labels": True, "sample_packing": False, "micro_batch_size": 4}, 64),
+        ({"balance_labels": True, "sample_packing": False}, 128),
+        (
+            {
+                "balance_labels": True,
+                "sequence_len": 2250,
+                "multipack_real_batches": True,
+                "micro_batch_size": 64,
+            },
+            160,
+        ),
     ],
     ids=str,
 )
 def test_planning_with_less_and_less_memory_ends_in_an_error_and_never_in_an_abort(
-    keys: dict[str, object],
+    keys: dict[str, object], enough: int
 ) -> None:
-    """A quarter of a million samples, from no memory to enough of it."""
+    """A quarter of a million samples, from no memory to enough of it, in MiB."""
     settings = {"sequence_len": 4096, **keys}
+    limits = [enough * part // 8 for part in range(9)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SWEEP, repr(settings)],
+        [sys.executable, "-W", "ignore", "-c", SWEEP, repr(settings), *map(str, limits)],
         capture_output=True,
         text=True,
         timeout=240,

@@ -172,7 +172,7 @@ def test_a_single_incomplete_microbatch_is_an_empty_plan_and_a_warning(sequentia
         )
 
     assert [str(warning.message) for warning in caught] == [
-        "no complete microbatch, so the plan is empty: 1 rows, but a microbatch needs 2; "
+        "no complete microbatch, so the plan is empty: 1 row, but a microbatch needs 2; "
         "incomplete_batches: fill or split keeps them"
     ]
     assert len(made) == 0

@@ -736,5 +736,5 @@ def test_a_planners_warning_points_at_the_users_line() -> None:
 
 
 def test_what_cannot_be_planned_fails_at_once() -> None:
-    with pytest.raises(ValueError, match="1 complete microbatches for 2 ranks"):
+    with pytest.raises(ValueError, match="1 complete microbatch for 2 ranks"):
         sampler([8], world_size=2, rank=0)
