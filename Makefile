@@ -38,7 +38,7 @@ PACKAGE := $(shell find torch_ext -name '*.py' -o -name '*.html')
 
 .PHONY: demo build test test-core test-rust test-python test-resume test-min test-page \
 	test-install test-sources test-wheel test-pythons lint lint-core lint-torch lint-tools bench \
-	bench-peers docs wheel fuzz fuzz-coverage miri sanitize tools
+	bench-peers docs wheel fuzz fuzz-coverage miri sanitize sanitize-threads tools
 .DELETE_ON_ERROR:
 
 demo: build
@@ -112,6 +112,12 @@ sanitize: build
 	MULTIPACK_LIBRARY=build/sanitize/$(TARGET)/release/libmultipack.so ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 		python -m pytest $(SANITIZED:%=tests/python/test_%.py)
+
+# The core's own tests and those of its pools with every access and lock looked at, those of the
+# standard library and of rayon too: some minutes. Needs nightly Rust with rust-src.
+sanitize-threads:
+	RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS=allocator_may_return_null=1 cargo +nightly test \
+		-Zbuild-std --target $(TARGET) --target-dir build/sanitize-threads --lib --test batch_pool
 
 lint: lint-core lint-torch lint-tools
 
