@@ -76,7 +76,7 @@ Block* block_of(size_t bytes) {
 
 // In one call, because a batch of a few hundred tensors is looked at in less time than it takes to
 // ask tch for the device, dtype, dimensions, layout and memory of each, one by one.
-View look(const at::Tensor& tensor) noexcept {
+View look(const at::Tensor& tensor) {
   View view{};
   if (!tensor.defined()) {
     return view;

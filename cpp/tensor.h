@@ -14,8 +14,8 @@ namespace multipack::ffi {
 
 struct View;
 
-// What has to be known of a tensor to read it.
-View look(const at::Tensor& tensor) noexcept;
+// What has to be known of a tensor to read it. Throws if torch does not let its memory be read.
+View look(const at::Tensor& tensor);
 
 // A tensor of the shape `size` and of the dtype of `like`, for large ones; null if there is not so
 // much memory. What is in it is whatever was in the memory.

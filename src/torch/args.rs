@@ -127,7 +127,7 @@ fn to_int64<'a>(name: &str, tensor: &'a Tensor, view: View) -> Result<Dense<'a>>
 }
 
 fn on_cpu(name: &str, tensor: &Tensor) -> Result<View> {
-    let view = look(tensor);
+    let view = look(tensor)?;
     if !view.on_cpu {
         return Err(Error::TensorDevice {
             name: name.into(),

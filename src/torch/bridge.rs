@@ -112,7 +112,7 @@ pub(super) mod ffi {
         #[namespace = "at"]
         type Tensor;
 
-        fn look(tensor: &Tensor) -> View;
+        fn look(tensor: &Tensor) -> Result<View>;
         fn large(size: &[i64], like: &Tensor) -> Result<UniquePtr<Tensor>>;
     }
 

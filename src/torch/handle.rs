@@ -35,11 +35,11 @@ impl Plain for i64 {}
 impl Plain for f32 {}
 
 /// What has to be known of `tensor` to read it.
-pub(super) fn look(tensor: &Tensor) -> ffi::View {
+pub(super) fn look(tensor: &Tensor) -> Result<ffi::View> {
     // SAFETY: tch's handle is a pointer to an `at::Tensor`, which lives as long as the handle, and
     // `look` reads it only. Every op test would show the loss of this.
     #[allow(unsafe_code)]
-    ffi::look(unsafe { &*tensor.as_ptr().cast() })
+    ffi::look(unsafe { &*tensor.as_ptr().cast() }).map_err(|error| torch_error(error.what()))
 }
 
 /// A contiguous and aligned tensor in main memory, whose elements can be read as a slice.
@@ -70,11 +70,11 @@ impl<'a> Dense<'a> {
     pub fn of(mut tensor: Tensor) -> Result<Self> {
         // What is contiguous and still can't be read is unaligned, and has to be copied.
         for copy in [Tensor::f_contiguous, Tensor::f_alias_copy] {
-            if !look(&tensor).readable {
+            if !look(&tensor)?.readable {
                 tensor = copy(&tensor)?;
             }
         }
-        let view = look(&tensor);
+        let view = look(&tensor)?;
         if !view.readable {
             return Err(internal("a tensor is not on the CPU"));
         }
