@@ -94,9 +94,9 @@ impl<'a> Arbitrary<'a> for Case {
         }
         let mut counts = None;
         if u.arbitrary()? {
-            let most = lengths
-                .iter()
-                .map(|&length| length.clamp(0, sequence_len as i64));
+            // Twice the most that sequence_len may be, which itself may be anything.
+            let bound = sequence_len.min(1 << 32) as i64;
+            let most = lengths.iter().map(|&length| length.clamp(0, bound));
             let drawn = most.map(|most| u.int_in_range(0..=most));
             counts = Some(drawn.collect::<arbitrary::Result<Vec<i64>>>()?);
         }
