@@ -169,6 +169,18 @@ def test_a_footer_that_says_more_than_there_is_does_no_harm(tmp_path: Path) -> N
     assert type(caught.value).__name__ == "CliError"
 
 
+def test_a_list_in_the_header_of_a_page_is_no_longer_than_the_file(tmp_path: Path) -> None:
+    """A field that no reader asks for, of 2^40 booleans, filled the memory."""
+    path = tmp_path / "a.parquet"
+    content = long_row(path)
+    head = b"\x19\xf1" + b"\x80" * 5 + b"\x20"
+    path.write_bytes(content[:4] + head + content[4 + len(head) :])
+
+    said = limited(read_by(path), mebibytes=1024)
+
+    assert said == [f"CliError: {path}: no page of a column at byte 4"]
+
+
 def test_a_footer_that_contradicts_itself_does_not_end_the_process(tmp_path: Path) -> None:
     """Asked for a column of it, pyarrow 26 aborted."""
     path = tmp_path / "a.parquet"

@@ -122,6 +122,8 @@ def _thrift(data: memoryview, at: int, kind: int) -> tuple[Any, int]:
         length, of = head >> 4, head & 15
         if length == 15:
             length, at = _varint(data, at)
+        if length > len(data) - at:  # of values that take a byte or more
+            raise IndexError
         values = []
         for _ in range(length):
             value, at = _thrift(data, at, 3 if of in (1, 2) else of)
