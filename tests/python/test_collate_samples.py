@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections import UserDict
 from typing import Any
 
@@ -75,6 +76,14 @@ def test_tensors_that_are_views_are_read_in_their_order() -> None:
 
 def test_a_sample_may_be_any_mapping(samples: Samples) -> None:
     assert lists(collate([UserDict(s) for s in samples([3, 2])])) == lists(collate(samples([3, 2])))
+
+
+def test_samples_may_be_stand_ins_for_mappings(samples: Samples) -> None:
+    """Whose type is not that of a mapping, although `isinstance` says that they are one."""
+    wrapped = [UserDict(s) for s in samples([3, 2])]
+    proxies = [weakref.proxy(sample) for sample in wrapped]
+
+    assert lists(collate(proxies)) == lists(collate(wrapped))
 
 
 def test_samples_without_labels_are_supervised_at_every_token() -> None:

@@ -434,9 +434,12 @@ def _shared_keys(samples: Sequence[Any]) -> frozenset[str]:
     """Return the keys, which all samples must have."""
     # By types, of which there are few.
     if not all(issubclass(kind, Mapping) for kind in set(map(type, samples))):
-        number = next(i for i, sample in enumerate(samples) if not isinstance(sample, Mapping))
-        found = type(samples[number]).__name__
-        raise TypeError(f"sample {number} is a {found}, but a sample is a mapping with 'input_ids'")
+        for number, sample in enumerate(samples):
+            if not isinstance(sample, Mapping):  # what stands in for one has another type
+                raise TypeError(
+                    f"sample {number} is a {type(sample).__name__}, but a sample is a mapping with "
+                    "'input_ids'"
+                )
     keys = frozenset(samples[0])
     for key in keys:
         if not isinstance(key, str):

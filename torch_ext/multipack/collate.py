@@ -354,7 +354,7 @@ def join_rows(batch: Sequence[Any], config: Config, split: Split) -> tuple[list[
         batch.terms.check("the sampler", Terms.of(config, split))
     kind = layout(config, split)
     # By types, of which there are few.
-    in_rows = {issubclass(kind, _ROW) for kind in set(map(type, batch))}
+    in_rows = {issubclass(found, _ROW) for found in set(map(type, batch))}
     if all(in_rows):
         items = list(itertools.chain.from_iterable(batch))
         sizes = [len(row) for row in batch]
