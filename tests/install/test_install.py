@@ -1,7 +1,7 @@
 """The pages' commands that install the package, followed to the letter in a new environment.
 
 Run by `make test-install`, apart from the other tests, because it fetches torch, compiles its
-bindings and needs six gigabytes for the while.
+bindings and needs six gigabytes of disk while it runs.
 """
 
 from __future__ import annotations
