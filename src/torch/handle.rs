@@ -143,10 +143,10 @@ impl<T: Plain> Fresh<T> {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, torch
-        // aligns its memory to 64 bytes, and no other handle exists before `into_tensor`. The
-        // memory comes from torch's allocator, of which the compiler knows nothing: it holds some
-        // bytes, and all bytes are values of `T`. The aliasing tests of
+        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, aligned to
+        // 64 bytes by torch and to more by `large`, and no other handle exists before
+        // `into_tensor`. The memory comes from C++, of which the compiler knows nothing: it holds
+        // some bytes, and all bytes are values of `T`. The aliasing tests of
         // tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
         unsafe {

@@ -41,7 +41,7 @@ from . import data
 from ._errors import CliError, require
 from .data import BadRecordError, kind_of
 from .tokenizer import DEFAULT, Tokenizer, load_tokenizer
-from .unpacked import MOST, check_batch, is_bomb, pages_of, row_groups_of
+from .unpacked import MOST, check_batch, is_bomb, messages_of, pages_of, row_groups_of
 
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
@@ -644,19 +644,23 @@ def _read_arrow(path: Path, options: Options) -> Iterator[pa.RecordBatch]:
     """The rows of an Arrow file or stream, of whatever size it was written in."""
     import pyarrow as pa
 
-    # Both ends of it are read in step: what is looked at, and what is unpacked.
-    with _open_stream(path) as source, _open_stream(path) as other:
-        messages = pa.ipc.MessageReader.open_stream(other)
-        reader = pa.ipc.open_stream(source)
+    with pa.memory_map(str(path)) as source:
+        # Both are read in step: what is looked at, and what is unpacked.
+        messages = _messages(source)
+        if _is_stream(source):
+            reader = batches = pa.ipc.open_stream(source)
+        else:
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
         names = _wanted(reader.schema.names, options)
         # By place, because there may be two of a name.
         places = [i for i, name in enumerate(reader.schema.names) if name in names]
         for number in itertools.count():
             check_batch(messages, number)
-            try:
-                batch = _sound(reader.read_next_batch().select(places))
-            except StopIteration:
+            batch = next(batches, None)
+            if batch is None:
                 return
+            batch = _sound(batch.select(places))
             for start in range(0, batch.num_rows, _piece_rows(names)):
                 yield batch.slice(start, _piece_rows(names))
 
@@ -669,8 +673,8 @@ def _check_arrow(path: Path) -> None:
     """
     import pyarrow as pa
 
-    with _open_stream(path) as source:
-        messages = pa.ipc.MessageReader.open_stream(source)
+    with pa.memory_map(str(path)) as source:
+        messages = _messages(source)
         try:
             for number in itertools.count():
                 if not check_batch(messages, number):
@@ -679,16 +683,18 @@ def _check_arrow(path: Path) -> None:
             raise CliError(f"{path}: {error}") from error
 
 
-def _open_stream(path: Path) -> Any:
-    """An Arrow file, mapped, at its first message: a file is a stream with a head and a foot."""
+def _is_stream(source: Any) -> bool:
+    """Whether it is a stream of Arrow, as Hugging Face's datasets are, and no file."""
+    return bool(source.read_at(6, 0) != b"ARROW1")
+
+
+def _messages(source: Any) -> Iterator[Any]:
+    """The messages of an Arrow file or stream, which is mapped and stays where it is."""
     import pyarrow as pa
 
-    source = pa.memory_map(str(path))
-    if source.read(6) != b"ARROW1":  # it is a stream, as Hugging Face's datasets are
-        source.seek(0)
-    else:
-        source.seek(8)
-    return source
+    whole = source.read_buffer()
+    source.seek(0)
+    return pa.ipc.MessageReader.open_stream(whole) if _is_stream(source) else messages_of(whole)
 
 
 def _read_folder(path: Path, options: Options) -> Iterator[pa.RecordBatch]:

@@ -13,7 +13,7 @@ It takes some 20 µs for each page and each record batch, and no memory.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ._errors import CliError
@@ -157,7 +157,7 @@ def check_batch(messages: Iterable[Any], number: int) -> bool:
     """Check the next record batch, and what comes before it.
 
     Args:
-        messages: The messages of an Arrow stream, from the batch before on.
+        messages: The messages of an Arrow stream or file, from the batch before on.
         number: Which batch it is, from 0.
 
     Returns:
@@ -187,33 +187,58 @@ def check_batch(messages: Iterable[Any], number: int) -> bool:
 def _unpacked(message: Any) -> int:
     """Bytes of the buffers of a record batch or a dictionary, as far as they are compressed."""
     data, body = memoryview(message.metadata), memoryview(message.body)
-
-    def read(kind: str, at: int) -> Any:
-        return struct.unpack_from(kind, data, at)[0]
-
-    def field(table: int, number: int) -> int:
-        """Where a field of a table is, which may point to its value; 0 if there is none."""
-        places = table - read("<i", table)
-        if 4 + 2 * number >= read("<H", places):
-            return 0
-        place = read("<H", places + 4 + 2 * number)
-        return table + place if place else 0
-
-    def target(at: int) -> int:
-        return int(at + read("<I", at))
-
-    root = target(0)
-    batch = target(field(root, 2))
+    root = _target(data, 0)
+    batch = _target(data, _field(data, root, 2))
     if message.type == "dictionary":
-        batch = target(field(batch, 1))
+        batch = _target(data, _field(data, batch, 1))
     # Arrow 0.17 told of it elsewhere, where there are remarks, and is still understood.
-    before = message.metadata_version.name == "V4" and field(root, 4)
-    if not field(batch, 3) and not before:
+    before = message.metadata_version.name == "V4" and _field(data, root, 4)
+    if not _field(data, batch, 3) and not before:
         return 0
-    buffers = target(field(batch, 2))
+    buffers = _target(data, _field(data, batch, 2))
     total = 0
-    for number in range(read("<I", buffers)):
+    for number in range(struct.unpack_from("<I", data, buffers)[0]):
         start, length = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
         if length > 0:
             total += max(0, struct.unpack_from("<q", body, start)[0])
     return total
+
+
+def messages_of(file: Any) -> Iterator[Any]:
+    """The messages that the footer of an Arrow file names: dictionaries, and then record batches.
+
+    Args:
+        file: The file, as a buffer of Arrow.
+
+    Raises:
+        CliError: If the footer names what is none.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    try:
+        data = memoryview(file)
+        footer = _target(data, len(data) - 10 - struct.unpack_from("<I", data, len(data) - 10)[0])
+        for kind in (2, 3):
+            place = _field(data, footer, kind)
+            blocks = _target(data, place) if place else 0
+            for number in range(struct.unpack_from("<I", data, blocks)[0] if blocks else 0):
+                start, head, body = struct.unpack_from("<qi4xq", data, blocks + 4 + 24 * number)
+                if min(start, head, body) < 0:
+                    raise IndexError
+                yield pa.ipc.read_message(file[start : start + head + body])
+    except (*_DAMAGED, pa.ArrowException, OSError, EOFError) as error:
+        raise CliError("no footer that says where the record batches are") from error
+
+
+def _target(data: memoryview, at: int) -> int:
+    """Where what a FlatBuffer refers to at byte `at` is."""
+    return int(at + struct.unpack_from("<I", data, at)[0])
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Where a field of a table of a FlatBuffer is; 0 if there is none."""
+    places = table - struct.unpack_from("<i", data, table)[0]
+    if 4 + 2 * number >= struct.unpack_from("<H", data, places)[0]:
+        return 0
+    place = struct.unpack_from("<H", data, places + 4 + 2 * number)[0]
+    return int(table + place) if place else 0
