@@ -57,7 +57,7 @@ class Draw(random.Random):
         return self.randint(-(2**63), 2**63 - 1)
 
     def int64(self) -> int:
-        """One that torch takes: wider ones it refuses by itself, in its own words."""
+        """One that torch and NumPy take: wider ones they refuse in their own words."""
         return max(-(2**63), min(2**63 - 1, self.integer()))
 
     def text(self, most: int = 12) -> str:

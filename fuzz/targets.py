@@ -619,7 +619,7 @@ def rewrite_plan(draw: Draw, file: Path) -> None:
         array = arrays[name].copy()
         kind = draw.randrange(5)
         if kind == 0 and len(array):
-            array[draw.randrange(len(array))] = draw.integer()
+            array[draw.randrange(len(array))] = draw.int64()
         elif kind == 1:
             array = array[: draw.randint(0, len(array))]
         elif kind == 2:
