@@ -152,6 +152,15 @@ def samples(form: str, rounds: int, results: Results) -> None:
     collator = multipack.Collator(attention="flash", outputs=["seq_idx"])
     ours = contestant("multipack.Collator", lambda: collator(made))
     contestants = [ours, contestant("torch: as_tensor and cat, no more", least)]
+    if form == "tensors":
+        tokens, labels = ([sample[key] for sample in made] for key in ("input_ids", "labels"))
+        row = torch.tensor([0, len(made)])
+        contestants.append(
+            contestant(
+                "multipack.ops.collate_list, the op alone",
+                lambda: multipack.ops.collate_list(tokens, row, labels=labels)._asdict(),
+            )
+        )
     try:
         from transformers import DataCollatorWithFlattening
 
