@@ -34,11 +34,12 @@ mod torch {
         "cpp/attention_cuda.cpp",
         "cpp/attention_portable.cpp",
     ];
-    const HEADERS: [&str; 4] = [
+    const HEADERS: [&str; 5] = [
         "cpp/attention.h",
         "cpp/check.h",
         "cpp/library.h",
         "cpp/tensor.h",
+        "cpp/tiles.h",
     ];
 
     pub fn build() -> Result<(), String> {
@@ -62,8 +63,6 @@ mod torch {
             .std("c++20")
             .flag_if_supported("-Wall")
             .flag_if_supported("-Wextra")
-            // The loops that attention_cpu.cpp marks for vector instructions; no OpenMP library.
-            .flag_if_supported("-fopenmp-simd")
             // The dispatcher finds the ops through static initialisers that nothing refers to.
             .link_lib_modifier("+whole-archive")
             .file(hidden_symbols()?);

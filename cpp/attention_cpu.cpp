@@ -15,235 +15,44 @@
 //
 // Tiles that no query of a block may see are not visited, so a causal segment costs little more
 // than half and a window costs its width. torch's own CPU kernel has tiles of 512 keys and, going
-// backward, computes all of each; it also takes one length a call. Both products of a tile go to
-// the BLAS that torch links, in float32 (float64 for float64): half precision is widened row block
-// by row block, which is linear work next to the products.
+// backward, computes all of each; it also takes one length a call. The arithmetic is in float32
+// (float64 for float64), to which the copies of half precision are widened. tiles.h has the
+// products and the softmax.
 //
 // Tasks are dealt out longest first to torch's own threads. Forward, a task is a block of queries;
 // backward it is a segment and key head, since its query heads add to the same gradient. So one
 // long segment keeps H_kv threads busy, and many short ones all of them. Sums are made in one order
-// whatever the number of threads; only what BLAS makes of that number can change the last digits
-// (MKL takes another kernel for head sizes such as 80).
+// whatever the number of threads and whoever takes a task: the same inputs give the same bits.
 //
-// Beside the results it needs a few tiles for each thread, and for half precision the keys, values
-// and their gradients of the segment at hand in float32.
+// Each thread works on copies of what it reads again and again: rows of one head lie far apart in
+// (T, H, D), where they are in each other's way in the cache (a tenth of the time). So it needs,
+// beside the results and a few tiles, the keys, values and their gradients of one segment and head.
 #include "multipack/cpp/attention.h"
+#include "multipack/cpp/tiles.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/core/PhiloxRNGEngine.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
+#include <numeric>
 #include <type_traits>
-
-// BLAS as libtorch_cpu exports it: Fortran's, column by column, every argument by address.
-extern "C" {
-void sgemm_(
-    const char* transa,
-    const char* transb,
-    const int* m,
-    const int* n,
-    const int* k,
-    const float* alpha,
-    const float* a,
-    const int* lda,
-    const float* b,
-    const int* ldb,
-    const float* beta,
-    float* c,
-    const int* ldc);
-void dgemm_(
-    const char* transa,
-    const char* transb,
-    const int* m,
-    const int* n,
-    const int* k,
-    const double* alpha,
-    const double* a,
-    const int* lda,
-    const double* b,
-    const int* ldb,
-    const double* beta,
-    double* c,
-    const int* ldc);
-}
-
-// One copy of a function for each generation of vector units, chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__linux__)
-#define MULTIPACK_VECTORISED \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define MULTIPACK_VECTORISED
-#endif
+#include <utility>
+#include <vector>
 
 namespace multipack::attention {
 namespace {
 
-// A tile. Milliseconds forward + backward for 4096 tokens, 8 heads of 64, on one core (AVX-512):
-//
-//   queries x keys   8 segments   64 segments   1 segment
-//   64 x 128           31 + 74       12 + 23    204 + 428
-//   64 x 256           31 + 75       12 + 24    196 + 427
-//   64 x 512           32 + 71       11 + 30    189 + 415
-//   128 x 256          31 + 77       14 + 26    181 + 397
+// A tile: queries and keys.
 constexpr int64_t block_q = 64;
-constexpr int64_t block_k = 256;
-
-// Rows of memory, `stride` numbers apart.
-template <typename T>
-struct Rows {
-  T* data;
-  int64_t stride;
-
-  T* row(int64_t i) const { return data + i * stride; }
-  Rows from(int64_t i) const { return {row(i), stride}; }
-  operator Rows<const T>() const { return {data, stride}; }
-};
-
-int blas_int(int64_t x) {
-  return static_cast<int>(x);
-}
-
-// c = alpha * op(a) op(b) + beta * c for matrices stored row by row, (m, k) times (k, n). To BLAS
-// they are their own transposes, so the factors change places.
-template <typename T>
-void multiply(
-    bool transpose_a,
-    bool transpose_b,
-    int64_t m,
-    int64_t n,
-    int64_t k,
-    T alpha,
-    Rows<const T> a,
-    Rows<const T> b,
-    T beta,
-    Rows<T> c) {
-  const char ta = transpose_a ? 'T' : 'N', tb = transpose_b ? 'T' : 'N';
-  const int mm = blas_int(m), nn = blas_int(n), kk = blas_int(k);
-  const int lda = blas_int(a.stride), ldb = blas_int(b.stride), ldc = blas_int(c.stride);
-  if constexpr (std::is_same_v<T, float>) {
-    sgemm_(&tb, &ta, &nn, &mm, &kk, &alpha, b.data, &ldb, a.data, &lda, &beta, c.data, &ldc);
-  } else {
-    dgemm_(&tb, &ta, &nn, &mm, &kk, &alpha, b.data, &ldb, a.data, &lda, &beta, c.data, &ldc);
-  }
-}
-
-// exp for x <= 0 or little more, within 2 units in the last place; below -87 it stays at the
-// smallest normal number, where float32 has little left. Not the library's, because a loop over
-// this one becomes vector instructions. 2^n times a polynomial for the rest, which is at most half
-// of log 2 away from 0 (Cephes' coefficients).
-inline float exp_of(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * 1.44269504f + 12582912.0f; // 1.5 * 2^23: rounds to an integer
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return p * power;
-}
-
-inline double exp_of(double x) {
-  return std::exp(x);
-}
-
-template <typename T>
-inline T largest_of(const T* x, int64_t n) {
-  T most = -std::numeric_limits<T>::infinity();
-#pragma omp simd reduction(max : most)
-  for (int64_t i = 0; i < n; ++i) {
-    most = x[i] > most ? x[i] : most;
-  }
-  return most;
-}
-
-// x = exp(x - shift), and the sum.
-template <typename T>
-inline T exp_and_sum_of(T* x, int64_t n, T shift) {
-  T sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) {
-    x[i] = exp_of(x[i] - shift);
-    sum += x[i];
-  }
-  return sum;
-}
-
-// s = exp(s - logsumexp): the softmax made once more.
-template <typename T>
-inline void softmax_again_of(T* s, int64_t n, T logsumexp) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    s[i] = exp_of(s[i] - logsumexp);
-  }
-}
-
-// dp = p * (dp - delta) * scale: from the gradient of the weights to that of the scores.
-template <typename T>
-inline void scores_gradient_of(const T* p, T* dp, int64_t n, T delta, T scale) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    dp[i] = p[i] * (dp[i] - delta) * scale;
-  }
-}
-
-MULTIPACK_VECTORISED float largest_f32(const float* x, int64_t n) {
-  return largest_of(x, n);
-}
-
-MULTIPACK_VECTORISED float exp_and_sum_f32(float* x, int64_t n, float shift) {
-  return exp_and_sum_of(x, n, shift);
-}
-
-MULTIPACK_VECTORISED void softmax_again_f32(float* s, int64_t n, float logsumexp) {
-  softmax_again_of(s, n, logsumexp);
-}
-
-MULTIPACK_VECTORISED void scores_gradient_f32(
-    const float* p, float* dp, int64_t n, float delta, float scale) {
-  scores_gradient_of(p, dp, n, delta, scale);
-}
-
-// The loops by dtype: float32 in vector instructions, float64 as the compiler likes.
-inline float largest(const float* x, int64_t n) {
-  return largest_f32(x, n);
-}
-inline double largest(const double* x, int64_t n) {
-  return largest_of(x, n);
-}
-inline float exp_and_sum(float* x, int64_t n, float shift) {
-  return exp_and_sum_f32(x, n, shift);
-}
-inline double exp_and_sum(double* x, int64_t n, double shift) {
-  return exp_and_sum_of(x, n, shift);
-}
-inline void softmax_again(float* s, int64_t n, float logsumexp) {
-  softmax_again_f32(s, n, logsumexp);
-}
-inline void softmax_again(double* s, int64_t n, double logsumexp) {
-  softmax_again_of(s, n, logsumexp);
-}
-inline void scores_gradient(const float* p, float* dp, int64_t n, float delta, float scale) {
-  scores_gradient_f32(p, dp, n, delta, scale);
-}
-inline void scores_gradient(const double* p, double* dp, int64_t n, double delta, double scale) {
-  scores_gradient_of(p, dp, n, delta, scale);
-}
+constexpr int64_t block_k = 64;
 
 // Calls work(task, scratch) for every task below `count`, each thread with a scratch of its own and
 // taking the next task when it is done with one.
@@ -270,20 +79,26 @@ void run_tasks(int64_t count, Work&& work) {
       [&](char**, const int64_t*, int64_t, int64_t) { take_tasks(); }, /*grain_size=*/1);
 }
 
-// Memory that grows to what was last asked for; what it held is lost.
+// Memory that grows to what was last asked for; what it held is lost. It begins where a cache line
+// does, so that no vector lies across two.
 template <typename T>
 class Buffer {
  public:
   T* of(int64_t size) {
     if (size > size_) {
-      data_.reset(new T[size]);
+      data_.reset(new (line) T[size]);
       size_ = size;
     }
     return data_.get();
   }
 
  private:
-  std::unique_ptr<T[]> data_;
+  static constexpr std::align_val_t line{64};
+  struct Free {
+    void operator()(T* data) const { operator delete[](data, line); }
+  };
+
+  std::unique_ptr<T[], Free> data_;
   int64_t size_ = 0;
 };
 
@@ -295,8 +110,7 @@ struct Heads {
 
   explicit Heads(const at::Tensor& x)
       : data(const_cast<S*>(x.const_data_ptr<std::remove_const_t<S>>())),
-        // BLAS wants rows that are at least as far apart as they are long, one row or many.
-        stride_token(std::max(x.stride(0), x.size(2))),
+        stride_token(x.stride(0)),
         stride_head(x.stride(1)) {}
 
   Rows<S> rows(int64_t token, int64_t head) const {
@@ -304,40 +118,72 @@ struct Heads {
   }
 };
 
-// The rows themselves where they are in the dtype of the arithmetic, and a widened copy otherwise.
+// Rows in the dtype of the arithmetic, one behind the other and `width` long, with zeros at the
+// ends.
 template <typename S, typename T>
-Rows<const T> widened(Rows<const S> x, int64_t count, int64_t size, Buffer<T>& buffer) {
-  if constexpr (std::is_same_v<S, T>) {
-    return x;
-  } else {
-    T* const into = buffer.of(count * size);
-    for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(x.row(i), size, into + i * size);
-    }
-    return {into, size};
+Rows<T> packed(Rows<const S> x, int64_t count, int64_t size, int64_t width, Buffer<T>& buffer) {
+  const Rows<T> into{buffer.of(count * width), width};
+  for (int64_t i = 0; i < count; ++i) {
+    std::fill(std::copy_n(x.row(i), size, into.row(i)), into.row(i + 1), T(0));
   }
+  return into;
 }
 
-// Where sums go that end in `x`: there, or in zeros that round_into will carry there.
-template <typename S, typename T>
-Rows<T> accumulator(Rows<S> x, int64_t count, int64_t size, Buffer<T>& buffer) {
-  if constexpr (std::is_same_v<S, T>) {
-    return x;
-  } else {
-    T* const into = buffer.of(count * size);
-    std::fill_n(into, count * size, T(0));
-    return {into, size};
-  }
+template <typename T>
+Rows<T> zeros(int64_t count, int64_t width, Buffer<T>& buffer) {
+  const Rows<T> into{buffer.of(count * width), width};
+  std::fill_n(into.data, count * width, T(0));
+  return into;
 }
 
 template <typename S, typename T>
-void round_into(Rows<S> x, Rows<T> sums, int64_t count, int64_t size) {
-  if constexpr (!std::is_same_v<S, T>) {
-    for (int64_t i = 0; i < count; ++i) {
-      std::copy_n(sums.row(i), size, x.row(i));
-    }
+void unpack(Rows<const T> sums, int64_t count, int64_t size, Rows<S> x) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::copy_n(sums.row(i), size, x.row(i));
   }
 }
+
+// The scalar product, in sixteen sums that the compiler makes at once.
+template <typename S, typename T>
+T dot(const T* x, const S* y, int64_t size) {
+  constexpr int64_t sums = 16;
+  T parts[sums] = {};
+  int64_t d = 0;
+  for (; d + sums <= size; d += sums) {
+    for (int64_t i = 0; i < sums; ++i) {
+      parts[i] += x[d + i] * static_cast<T>(y[d + i]);
+    }
+  }
+  for (; d < size; ++d) {
+    parts[0] += x[d] * static_cast<T>(y[d]);
+  }
+  return std::accumulate(parts, parts + sums, T(0));
+}
+
+// Rows as columns of a block of queries, times `factor`, with zeros for the queries that fill up
+// the last vector.
+template <typename S, typename T>
+Rows<const T> columns(Rows<const S> x, int64_t count, int64_t size, T factor, Buffer<T>& buffer) {
+  const Rows<T> into{buffer.of(size * block_q), block_q};
+  for (int64_t i = 0; i < count; ++i) {
+    const S* const row = x.row(i);
+    for (int64_t d = 0; d < size; ++d) {
+      into.row(d)[i] = static_cast<T>(row[d]) * factor;
+    }
+  }
+  for (int64_t d = 0; d < size; ++d) {
+    std::fill(into.row(d) + count, into.row(d) + whole_vectors<T>(count), T(0));
+  }
+  return into;
+}
+
+// Queries and keys, counted in their segment. Its scores have a row for each key and a column for
+// each query.
+struct Tile {
+  int64_t q0, q1, j0, j1;
+
+  int64_t keys() const { return j1 - j0; }
+};
 
 // Which keys of a segment a query may see.
 struct Sight {
@@ -347,11 +193,22 @@ struct Sight {
 
   int64_t first(int64_t query) const { return std::max<int64_t>(0, query - window + 1); }
   int64_t end(int64_t query) const { return causal ? query + 1 : std::min(length, query + window); }
+
+  // Sets to `value` what is no pair in the scores of a tile.
+  template <typename T>
+  void hide(Rows<T> scores, const Tile& tile, T value) const {
+    for (int64_t key = tile.j0; key < tile.j1; ++key) {
+      const int64_t from = std::clamp(causal ? key : key - window + 1, tile.q0, tile.q1);
+      const int64_t to = std::clamp(key + window, from, tile.q1);
+      T* const row = scores.row(key - tile.j0);
+      std::fill(row, row + (from - tile.q0), value);
+      std::fill(row + (to - tile.q0), row + (tile.q1 - tile.q0), value);
+    }
+  }
 };
 
-// Dropout for one row of a tile, by a generator that counts: the number for a query and key is the
-// same forward and backward, in whatever tiles they are computed. Philox gives four numbers for
-// each count.
+// Dropout by a generator that counts: the number for a query and key is the same forward and
+// backward, in whatever tiles they are computed. Philox gives four numbers for each count.
 class Dropout {
  public:
   Dropout(const Inputs& in, const at::Tensor& random) : p_(in.dropout_p), tokens_(in.tokens()) {
@@ -362,19 +219,26 @@ class Dropout {
 
   bool active() const { return p_ > 0; }
 
-  // Calls visit(i, factor) for the keys `first + i` of a query, with 0 for a dropped weight and
-  // 1 / (1 - p) for a kept one. `query` counts in the batch, `first` in the segment.
-  template <typename T, typename Visit>
-  void for_each(int64_t head, int64_t query, int64_t first, int64_t count, Visit&& visit) const {
-    at::Philox4_32 numbers(
-        seed_, static_cast<uint64_t>(head * tokens_ + query), static_cast<uint64_t>(first / 4));
-    for (int64_t i = 0; i < first % 4; ++i) {
-      numbers();
-    }
+  // Multiplies the weights of a tile, or their gradients, by 0 where they are dropped and by
+  // 1 / (1 - p) where they are kept. The segment begins at token `start`.
+  template <typename T>
+  void drop(
+      Rows<T> scores, const Tile& tile, const Sight& sight, int64_t head, int64_t start) const {
     const double bound = p_ * 4294967296.0; // 2^32
     const T kept = static_cast<T>(1 / (1 - p_));
-    for (int64_t i = 0; i < count; ++i) {
-      visit(i, numbers() < bound ? T(0) : kept);
+    for (int64_t query = tile.q0; query < tile.q1; ++query) {
+      const int64_t from = std::max(sight.first(query), tile.j0);
+      const int64_t to = std::min(sight.end(query), tile.j1);
+      at::Philox4_32 numbers(
+          seed_,
+          static_cast<uint64_t>(head * tokens_ + start + query),
+          static_cast<uint64_t>(from / 4));
+      for (int64_t i = 0; i < from % 4; ++i) {
+        numbers();
+      }
+      for (int64_t key = from; key < to; ++key) {
+        scores.row(key - tile.j0)[query - tile.q0] *= numbers() < bound ? T(0) : kept;
+      }
     }
   }
 
@@ -393,7 +257,7 @@ struct Chunk {
 template <typename S>
 using Wide = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
-// Queries of a forward task: enough that widening the keys for it is nothing.
+// Queries of a forward task: enough that copying the keys for it is nothing.
 constexpr int64_t chunk_queries = 4 * block_q;
 
 template <typename S>
@@ -434,56 +298,40 @@ class ForwardPass {
 
  private:
   struct Scratch {
-    Buffer<T> q, k, v, scores, sums, most, total;
+    Buffer<T> q, k, v, scores, sums, most, total, shrink;
   };
 
   void chunk(const Chunk& c, int64_t head, Scratch& scratch) {
-    const int64_t size = in_.head_size(), kv_head = head / in_.heads_per_kv();
+    const int64_t size = in_.head_size(), width = whole_vectors<T>(size);
+    const int64_t kv_head = head / in_.heads_per_kv();
     const Sight sight{c.length, in_.window, in_.causal};
     const int64_t k0 = sight.first(c.from), k1 = sight.end(c.to - 1);
-    const auto k = widened<S, T>(k_.rows(c.start + k0, kv_head), k1 - k0, size, scratch.k);
-    const auto v = widened<S, T>(v_.rows(c.start + k0, kv_head), k1 - k0, size, scratch.v);
-    T* const scores = scratch.scores.of(block_q * block_k);
-    const Rows<T> sums{scratch.sums.of(block_q * size), size};
+    const auto k = packed(k_.rows(c.start + k0, kv_head), k1 - k0, size, width, scratch.k);
+    const auto v = packed(v_.rows(c.start + k0, kv_head), k1 - k0, size, width, scratch.v);
+    const Rows<T> scores{scratch.scores.of(block_k * block_q), block_q};
+    const Rows<T> sums{scratch.sums.of(block_q * width), width};
     T* const most = scratch.most.of(block_q);
     T* const total = scratch.total.of(block_q);
+    T* const shrink = scratch.shrink.of(block_q);
     for (int64_t q0 = c.from; q0 < c.to; q0 += block_q) {
       const int64_t q1 = std::min(q0 + block_q, c.to), count = q1 - q0;
-      const auto q = widened<S, T>(q_.rows(c.start + q0, head), count, size, scratch.q);
-      std::fill_n(most, count, -std::numeric_limits<T>::infinity());
-      std::fill_n(total, count, T(0));
+      const int64_t queries = whole_vectors<T>(count);
+      const auto q = columns(q_.rows(c.start + q0, head), count, size, T(in_.scale), scratch.q);
+      std::fill_n(most, queries, -std::numeric_limits<T>::infinity());
+      std::fill_n(total, queries, T(0));
       const int64_t first = sight.first(q0), end = sight.end(q1 - 1);
       for (int64_t j0 = first; j0 < end; j0 += block_k) {
-        const int64_t j1 = std::min(j0 + block_k, end), keys = j1 - j0;
-        const Rows<T> s{scores, keys};
-        multiply<T>(false, true, count, keys, size, T(in_.scale), q, k.from(j0 - k0), T(0), s);
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t query = q0 + i;
-          const int64_t a = std::clamp(sight.first(query), j0, j1) - j0;
-          const int64_t b = std::max(std::clamp(sight.end(query), j0, j1) - j0, a);
-          T* const row = s.row(i);
-          std::fill(row, row + a, T(0));
-          std::fill(row + b, row + keys, T(0));
-          if (a == b) {
-            continue;
-          }
-          const T before = most[i];
-          most[i] = std::max(before, largest(row + a, b - a));
-          const T sum = exp_and_sum(row + a, b - a, most[i]);
-          if (j0 > first && before != most[i]) {
-            const T shrink = std::exp(before - most[i]);
-            total[i] *= shrink;
-            std::transform(
-                sums.row(i), sums.row(i) + size, sums.row(i), [=](T x) { return x * shrink; });
-          }
-          total[i] += sum;
-          if (dropout_.active()) {
-            dropout_.for_each<T>(head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
-              row[a + n] *= factor;
-            });
-          }
+        const Tile tile{q0, q1, j0, std::min(j0 + block_k, end)};
+        const int64_t keys = tile.keys();
+        kernels_.multiply({keys, queries, size, k.from(j0 - k0), q, scores});
+        sight.hide(scores, tile, -std::numeric_limits<T>::infinity());
+        kernels_.softmax({keys, queries, scores, most, total, shrink});
+        if (dropout_.active()) {
+          dropout_.drop(scores, tile, sight, head, c.start);
         }
-        multiply<T>(false, false, count, size, keys, T(1), s, v.from(j0 - k0), T(j0 > first), sums);
+        const Matrix<T> weights = Matrix<T>(scores).transposed();
+        const T* const kept = j0 > first ? shrink : nullptr;
+        kernels_.multiply({count, width, keys, weights, v.from(j0 - k0), sums, false, kept});
       }
       const Rows<S> out = out_.rows(c.start + q0, head);
       T* const logsumexp = logsumexp_ + head * in_.tokens() + c.start + q0;
@@ -502,6 +350,7 @@ class ForwardPass {
   Heads<S> out_;
   T* logsumexp_;
   Dropout dropout_;
+  const Kernels<T>& kernels_ = kernels<T>();
 };
 
 template <typename S>
@@ -545,85 +394,82 @@ class BackwardPass {
   }
 
  private:
+  // `columns` are those of a block of queries, the others rows.
   struct Scratch {
-    Buffer<T> q, k, v, grad_out, grad_q, grad_k, grad_v, scores, weights, delta;
+    Buffer<T> q, k, v, grad_out, grad_q, grad_k, grad_v;
+    Buffer<T> q_columns, grad_out_columns, weights, grads, logsumexp, delta;
+  };
+
+  // Keys, values and their gradients of a segment.
+  struct Segment {
+    Chunk chunk;
+    Rows<const T> k, v;
+    Rows<T> grad_k, grad_v;
   };
 
   void segment(const Chunk& c, int64_t kv_head, Scratch& scratch) {
-    const int64_t size = in_.head_size(), group = in_.heads_per_kv();
-    const auto k = widened<S, T>(k_.rows(c.start, kv_head), c.length, size, scratch.k);
-    const auto v = widened<S, T>(v_.rows(c.start, kv_head), c.length, size, scratch.v);
-    const Rows<S> into_k = grad_k_.rows(c.start, kv_head), into_v = grad_v_.rows(c.start, kv_head);
-    const auto grad_k = accumulator<S, T>(into_k, c.length, size, scratch.grad_k);
-    const auto grad_v = accumulator<S, T>(into_v, c.length, size, scratch.grad_v);
+    const int64_t size = in_.head_size(), width = whole_vectors<T>(size);
+    const int64_t group = in_.heads_per_kv();
+    const Segment segment{
+        c,
+        packed(k_.rows(c.start, kv_head), c.length, size, width, scratch.k),
+        packed(v_.rows(c.start, kv_head), c.length, size, width, scratch.v),
+        zeros(c.length, width, scratch.grad_k),
+        zeros(c.length, width, scratch.grad_v)};
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int64_t q0 = 0; q0 < c.length; q0 += block_q) {
-        block(c, head, q0, std::min(q0 + block_q, c.length), k, v, grad_k, grad_v, scratch);
+        block(segment, head, q0, std::min(q0 + block_q, c.length), scratch);
       }
     }
-    round_into<S, T>(into_k, grad_k, c.length, size);
-    round_into<S, T>(into_v, grad_v, c.length, size);
+    unpack<S, T>(segment.grad_k, c.length, size, grad_k_.rows(c.start, kv_head));
+    unpack<S, T>(segment.grad_v, c.length, size, grad_v_.rows(c.start, kv_head));
   }
 
-  void block(
-      const Chunk& c,
-      int64_t head,
-      int64_t q0,
-      int64_t q1,
-      Rows<const T> k,
-      Rows<const T> v,
-      Rows<T> grad_k,
-      Rows<T> grad_v,
-      Scratch& scratch) {
-    const int64_t size = in_.head_size(), count = q1 - q0, token = c.start + q0;
-    const Sight sight{c.length, in_.window, in_.causal};
-    const auto q = widened<S, T>(q_.rows(token, head), count, size, scratch.q);
-    const auto grad_out = widened<S, T>(grad_out_.rows(token, head), count, size, scratch.grad_out);
-    const Rows<S> into_q = grad_q_.rows(token, head);
-    const auto grad_q = accumulator<S, T>(into_q, count, size, scratch.grad_q);
+  void block(const Segment& x, int64_t head, int64_t q0, int64_t q1, Scratch& scratch) {
+    const int64_t size = in_.head_size(), width = whole_vectors<T>(size);
+    const int64_t count = q1 - q0, queries = whole_vectors<T>(count), token = x.chunk.start + q0;
+    const Sight sight{x.chunk.length, in_.window, in_.causal};
+    const T scale(in_.scale);
+    const auto q_rows = q_.rows(token, head);
+    const auto q = packed(q_rows, count, size, width, scratch.q);
+    const auto q_columns = columns(q_rows, count, size, scale, scratch.q_columns);
+    const auto grad_rows = grad_out_.rows(token, head);
+    const auto grad_out = packed(grad_rows, count, size, width, scratch.grad_out);
+    const auto grad_columns = columns(grad_rows, count, size, T(1), scratch.grad_out_columns);
+    const auto grad_q = zeros(count, width, scratch.grad_q);
     const Rows<const S> out = out_.rows(token, head);
+    T* const logsumexp = scratch.logsumexp.of(block_q);
     T* const delta = scratch.delta.of(block_q);
+    std::fill_n(logsumexp, queries, T(0));
+    std::fill_n(delta, queries, T(0));
+    std::copy_n(logsumexp_ + head * in_.tokens() + token, count, logsumexp);
     for (int64_t i = 0; i < count; ++i) {
-      T sum = 0;
-      for (int64_t d = 0; d < size; ++d) {
-        sum += grad_out.row(i)[d] * static_cast<T>(out.row(i)[d]);
-      }
-      delta[i] = sum;
+      delta[i] = dot(grad_out.row(i), out.row(i), size);
     }
-    const T* const logsumexp = logsumexp_ + head * in_.tokens() + token;
+    // The weights, and their gradient, which becomes that of the scores.
+    const Rows<T> p{scratch.weights.of(block_k * block_q), block_q};
+    const Rows<T> ds{scratch.grads.of(block_k * block_q), block_q};
     const int64_t first = sight.first(q0), end = sight.end(q1 - 1);
     for (int64_t j0 = first; j0 < end; j0 += block_k) {
-      const int64_t j1 = std::min(j0 + block_k, end), keys = j1 - j0;
-      // The weights, and their gradient, which becomes that of the scores.
-      const Rows<T> p{scratch.weights.of(block_q * block_k), keys};
-      const Rows<T> ds{scratch.scores.of(block_q * block_k), keys};
-      multiply<T>(false, true, count, keys, size, T(in_.scale), q, k.from(j0), T(0), p);
-      multiply<T>(false, true, count, keys, size, T(1), grad_out, v.from(j0), T(0), ds);
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t query = q0 + i;
-        const int64_t a = std::clamp(sight.first(query), j0, j1) - j0;
-        const int64_t b = std::max(std::clamp(sight.end(query), j0, j1) - j0, a);
-        for (T* const row : {p.row(i), ds.row(i)}) {
-          std::fill(row, row + a, T(0));
-          std::fill(row + b, row + keys, T(0));
-        }
-        T* const weights = p.row(i) + a;
-        T* const grads = ds.row(i) + a;
-        softmax_again(weights, b - a, logsumexp[i]);
-        if (!dropout_.active()) {
-          scores_gradient(weights, grads, b - a, delta[i], T(in_.scale));
-          continue;
-        }
-        dropout_.for_each<T>(head, c.start + query, j0 + a, b - a, [&](int64_t n, T factor) {
-          grads[n] = weights[n] * (grads[n] * factor - delta[i]) * T(in_.scale);
-          weights[n] *= factor;
-        });
+      const Tile tile{q0, q1, j0, std::min(j0 + block_k, end)};
+      const int64_t keys = tile.keys();
+      kernels_.multiply({keys, queries, size, x.k.from(j0), q_columns, p});
+      kernels_.multiply({keys, queries, size, x.v.from(j0), grad_columns, ds});
+      if (dropout_.active()) {
+        dropout_.drop(ds, tile, sight, head, x.chunk.start);
       }
-      multiply<T>(true, false, keys, size, count, T(1), p, grad_out, T(1), grad_v.from(j0));
-      multiply<T>(true, false, keys, size, count, T(1), ds, q, T(1), grad_k.from(j0));
-      multiply<T>(false, false, count, size, keys, T(1), ds, k.from(j0), T(j0 > first), grad_q);
+      kernels_.scores_gradient({keys, queries, p, ds, logsumexp, delta, scale});
+      if (dropout_.active()) {
+        dropout_.drop(p, tile, sight, head, x.chunk.start);
+      }
+      sight.hide(p, tile, T(0));
+      sight.hide(ds, tile, T(0));
+      kernels_.multiply({keys, width, count, p, grad_out, x.grad_v.from(j0), true});
+      kernels_.multiply({keys, width, count, ds, q, x.grad_k.from(j0), true});
+      const Matrix<T> by_query = Matrix<T>(ds).transposed();
+      kernels_.multiply({count, width, keys, by_query, x.k.from(j0), grad_q, true});
     }
-    round_into<S, T>(into_q, grad_q, count, size);
+    unpack<S, T>(grad_q, count, size, grad_q_.rows(token, head));
   }
 
   const Inputs& in_;
@@ -631,24 +477,12 @@ class BackwardPass {
   Heads<S> grad_q_, grad_k_, grad_v_;
   const T* logsumexp_;
   Dropout dropout_;
+  const Kernels<T>& kernels_ = kernels<T>();
 };
-
-// BLAS reads rows that do not overlap.
-at::Tensor apart(const at::Tensor& x) {
-  return x.stride(0) >= x.size(2) || x.size(0) == 1 ? x : x.contiguous();
-}
-
-Inputs with_rows_apart(Inputs in) {
-  in.q = apart(in.q);
-  in.k = apart(in.k);
-  in.v = apart(in.v);
-  return in;
-}
 
 } // namespace
 
-Forward cpu_forward(const Inputs& inputs) {
-  const Inputs in = with_rows_apart(inputs);
+Forward cpu_forward(const Inputs& in) {
   const std::vector<int64_t> borders = host_borders(in);
   at::Tensor out = at::empty(in.q.sizes(), in.q.options());
   at::Tensor logsumexp =
@@ -664,17 +498,17 @@ Forward cpu_forward(const Inputs& inputs) {
   return {out, logsumexp, random};
 }
 
-Gradients cpu_backward(const Inputs& inputs, const Saved& saved) {
-  const Inputs in = with_rows_apart(inputs);
+Gradients cpu_backward(const Inputs& in, const Saved& saved) {
   const std::vector<int64_t> borders = host_borders(in);
-  const Saved rows{apart(saved.grad_out), saved.out, saved.logsumexp, saved.random};
-  // Zeros, because tokens in no segment have no gradient, and because tiles add to what is there.
-  at::Tensor grad_q = at::zeros(in.q.sizes(), in.q.options());
-  at::Tensor grad_k = at::zeros(in.k.sizes(), in.k.options());
-  at::Tensor grad_v = at::zeros(in.v.sizes(), in.v.options());
+  at::Tensor grad_q = at::empty(in.q.sizes(), in.q.options());
+  at::Tensor grad_k = at::empty(in.k.sizes(), in.k.options());
+  at::Tensor grad_v = at::empty(in.v.sizes(), in.v.options());
+  for (at::Tensor* grad : {&grad_q, &grad_k, &grad_v}) {
+    grad->narrow(0, borders.back(), in.tokens() - borders.back()).zero_();
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, in.q.scalar_type(), "multipack::attention", [&] {
-        BackwardPass<scalar_t>(in, rows, grad_q, grad_k, grad_v).run(borders);
+        BackwardPass<scalar_t>(in, saved, grad_q, grad_k, grad_v).run(borders);
       });
   return {grad_q, grad_k, grad_v};
 }

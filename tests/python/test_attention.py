@@ -8,6 +8,7 @@ serves devices without a kernel. Every comparison covers the result and the thre
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -248,19 +249,64 @@ def test_borders_of_either_integer_dtype_and_stride():
     compare(run(inputs, wide), run(inputs, BORDERS), 0)
 
 
-def test_the_number_of_threads_changes_the_last_digits_at_most():
-    """Who takes which block changes no sum, but a BLAS may order its products by its threads."""
-    inputs = make(1500, heads=4, kv_heads=2, dtype=torch.float32)
+@pytest.mark.parametrize("size", [16, 20, 80])
+def test_the_same_inputs_give_the_same_bits(size):
+    """Whoever takes which block, wherever the tensors begin, and beside whatever else runs."""
+    inputs = make(1500, heads=4, kv_heads=2, size=size, dtype=torch.float32)
     borders = torch.tensor([0, 700, 720, 1400, 1500])
+    expected = run(inputs, borders)
     before = torch.get_num_threads()
-    found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(run(inputs, borders))
-    torch.set_num_threads(before)
+    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for attempt in range(12):
+            torch.set_num_threads(1 + attempt % 4)
+            moved = []
+            for i, tensor in enumerate(inputs):
+                room = torch.empty(attempt + tensor.numel())
+                moved.append(room[attempt:].view_as(tensor).copy_(tensor.detach()))
+                moved[i].requires_grad_(i < 3)
+            for one, other in zip(run(moved, borders), expected, strict=True):
+                assert torch.equal(one, other), attempt
+    finally:
+        torch.set_num_threads(before)
+        for process in beside:
+            process.kill()
+            process.wait()
 
-    compare(found[1], found[0], 1e-6)
-    compare(found[2], found[0], 1e-6)
+
+_WITH_VECTORS = """
+import sys, torch, multipack
+print(torch.backends.cpu.get_cpu_capability())
+results = []
+for q, k, v, grad_out, borders, look in torch.load(sys.argv[1]):
+    out = multipack.attention(q, k, v, borders, **look)
+    results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)])
+torch.save(results, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("vectors", ["default", "avx2"])
+def test_every_generation_of_vector_units(vectors, tmp_path):
+    """The newest is what this machine has and all other tests use."""
+    lengths = torch.tensor([130, 1, 64, 3, 77])
+    borders = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    cases = [
+        ([*make(280, 4, 2, size, dtype), borders, look], tolerance)
+        for size in (1, 16, 20, 72)
+        for dtype, tolerance in [(torch.float64, 1e-12), (torch.float32, 1e-6)]
+        for look in ({}, {"causal": False}, {"window": 70})
+    ]
+    torch.save([case for case, _ in cases], tmp_path / "cases")
+
+    code = [sys.executable, "-c", _WITH_VECTORS, tmp_path / "cases", tmp_path / "results"]
+    done = subprocess.run(
+        code, env=os.environ | {"ATEN_CPU_CAPABILITY": vectors}, capture_output=True, text=True
+    )
+
+    assert done.stdout == f"{vectors.upper()}\n", done.stderr
+    found = torch.load(tmp_path / "results")
+    for ((*inputs, _, look), tolerance), result in zip(cases, found, strict=True):
+        compare(result, run_alone(inputs, borders, **look), tolerance)
 
 
 def test_scores_that_are_far_apart():
