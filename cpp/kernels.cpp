@@ -173,23 +173,6 @@ Batch collate_list(
   });
 }
 
-// The dtype under which values of this width are moved. Their own will not do: tch has no name for
-// uint16 and its wider kin. 16 bytes is complex128, for there is no integer so wide.
-at::ScalarType bits_of(const Tensor& values) {
-  switch (values.element_size()) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    case 8:
-      return at::kLong;
-    default:
-      return at::kComplexDouble;
-  }
-}
-
 // `pad` in the dtype of the values, which must be able to hold it: a float may round it, nothing
 // may change it. Torch's own cast wraps integers (-1 becomes 255), cuts fractions and drops
 // imaginary parts; so the number goes there and back, and has to be what it was. For floats only
@@ -222,8 +205,6 @@ Tensor pad_of(const at::Scalar& pad, const Tensor& values) {
   return held;
 }
 
-// Values and pad cross as bits of one width and come back under their own dtype. A lazily
-// conjugated or negated view has bits that are not its values, so it is resolved first.
 Tensor pack_values(
     const Tensor& values,
     const Tensor& offsets,
@@ -234,17 +215,14 @@ Tensor pack_values(
     int64_t pad_to_multiple_of,
     int64_t align_samples_to,
     const at::Scalar& pad) {
-  const Tensor plain = values.resolve_conj().resolve_neg();
-  const at::ScalarType bits = bits_of(plain);
   return from_rust([&] {
-    return ffi::pack_values(
-               plain.view(bits),
-               offsets,
-               index,
-               row_offsets,
-               pad_of(pad, plain).view(bits),
-               {row_len, max_sample_len, pad_to_multiple_of, align_samples_to})
-        ->view(plain.scalar_type());
+    return *ffi::pack_values(
+        values,
+        offsets,
+        index,
+        row_offsets,
+        pad_of(pad, values),
+        {row_len, max_sample_len, pad_to_multiple_of, align_samples_to});
   });
 }
 

@@ -10,6 +10,7 @@
 #include "multipack/cpp/tensor.h"
 #include "multipack/src/torch/bridge.rs.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -17,10 +18,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 
 namespace multipack::ffi {
 namespace {
+
+// From so many bytes on a tensor is large: the most that glibc's malloc keeps for itself. The
+// memory of larger ones comes from the system anew each time, unless it is kept elsewhere.
+constexpr size_t large = 32 << 20;
 
 // The size of a huge page on x86-64, and on aarch64 with pages of 4 KiB. Where it is another, the
 // advice covers less or nothing, and that is all.
@@ -72,6 +78,18 @@ Block* block_of(size_t bytes) {
   return new Block{start, whole, getpid()};
 }
 
+// Memory for a large tensor; null if it is not large, or there is not so much memory.
+Block* large_block_of(c10::IntArrayRef shape, size_t element_size) {
+  size_t bytes = element_size;
+  for (const int64_t length : shape) {
+    // Torch says what is wrong with such a shape.
+    if (length < 0 || __builtin_mul_overflow(bytes, static_cast<size_t>(length), &bytes)) {
+      return nullptr;
+    }
+  }
+  return bytes >= large && bytes <= PTRDIFF_MAX ? block_of(bytes) : nullptr;
+}
+
 } // namespace
 
 // In one call, because a batch of a few hundred tensors is looked at in less time than it takes to
@@ -94,19 +112,18 @@ View look(const at::Tensor& tensor) {
   return view;
 }
 
-std::unique_ptr<at::Tensor> large(rust::Slice<const int64_t> size, const at::Tensor& like) {
-  size_t bytes = like.itemsize();
-  for (const int64_t length : size) {
-    bytes *= static_cast<size_t>(length);
-  }
-  Block* const block = block_of(bytes);
+// Not through the dispatcher, which takes longer than the allocation: a batch has eight tensors.
+std::unique_ptr<at::Tensor> fresh(rust::Slice<const int64_t> size, int8_t dtype) {
+  const c10::IntArrayRef shape(size.data(), size.size());
+  const auto type = static_cast<at::ScalarType>(dtype);
+  Block* const block = large_block_of(shape, c10::elementSize(type));
   if (block == nullptr) {
-    return nullptr;
+    return std::make_unique<at::Tensor>(at::detail::empty_cpu(shape, type));
   }
   // With an allocator the tensor can be resized, as those that torch makes.
-  return std::make_unique<at::Tensor>(at::for_blob(block->start, {size.data(), size.size()})
+  return std::make_unique<at::Tensor>(at::for_blob(block->start, shape)
                                           .context(block, &keep)
-                                          .options(like.options())
+                                          .options(at::TensorOptions(type))
                                           .allocator(c10::GetCPUAllocator())
                                           .resizeable_storage()
                                           .make_tensor());

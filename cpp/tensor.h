@@ -1,5 +1,5 @@
 // What the bridge that cxx generates needs to know of torch: the tensor type, and two functions
-// that tch lacks or takes many calls for. Every compile unit that sees the bridge pays for what is
+// for which tch takes many calls. Every compile unit that sees the bridge pays for what is
 // included here.
 #pragma once
 
@@ -17,8 +17,8 @@ struct View;
 // What has to be known of a tensor to read it. Throws if torch does not let its memory be read.
 View look(const at::Tensor& tensor);
 
-// A tensor of the shape `size` and of the dtype of `like`, for large ones; null if there is not so
-// much memory. What is in it is whatever was in the memory.
-std::unique_ptr<at::Tensor> large(rust::Slice<const int64_t> size, const at::Tensor& like);
+// A new CPU tensor of the shape `size`, in which is whatever was in the memory. Throws if torch has
+// no such tensor.
+std::unique_ptr<at::Tensor> fresh(rust::Slice<const int64_t> size, int8_t dtype);
 
 } // namespace multipack::ffi

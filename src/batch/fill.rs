@@ -36,14 +36,34 @@ pub(crate) trait Source: Sync {
     fn read(&self, segment: &Segment, to: &mut [i64]);
 }
 
-/// Flat ids, int32 ones widened.
-impl<T: Copy + Into<i64> + Sync> Source for [T] {
+/// What token ids and labels are stored as.
+pub trait Id: Copy + Sync {
+    /// Copies ids, of which there must be as many as `to` holds.
+    fn copy(from: &[Self], to: &mut [i64]);
+}
+
+impl Id for i64 {
+    fn copy(from: &[i64], to: &mut [i64]) {
+        to.copy_from_slice(from);
+    }
+}
+
+impl Id for i32 {
+    fn copy(from: &[i32], to: &mut [i64]) {
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = from.into();
+        }
+    }
+}
+
+/// Flat ids.
+impl<T: Id> Source for [T] {
     fn len(&self) -> usize {
         self.len()
     }
 
     fn read(&self, segment: &Segment, to: &mut [i64]) {
-        widen(&self[segment.source..segment.source + to.len()], to);
+        T::copy(&self[segment.source..segment.source + to.len()], to);
     }
 }
 
@@ -72,8 +92,8 @@ impl Source for [Sample<'_>] {
 
     fn read(&self, segment: &Segment, to: &mut [i64]) {
         match self[segment.sample] {
-            Sample::I32(ids) => widen(&ids[..to.len()], to),
-            Sample::I64(ids) => widen(&ids[..to.len()], to),
+            Sample::I32(ids) => Id::copy(&ids[..to.len()], to),
+            Sample::I64(ids) => Id::copy(&ids[..to.len()], to),
         }
     }
 }
@@ -126,8 +146,8 @@ impl Layout {
         threads: usize,
     ) -> Result<()>
     where
-        T: Copy + Into<i64> + Sync,
-        U: Copy + Into<i64> + Sync,
+        T: Id,
+        U: Id,
     {
         self.fill_from(tokens, labels, pad_token_id, mask_first_label, out, threads)
     }
@@ -264,14 +284,27 @@ impl Layout {
     }
 }
 
-fn widen<T: Copy + Into<i64>>(from: &[T], to: &mut [i64]) {
-    for (to, &from) in to.iter_mut().zip(from) {
-        *to = from.into();
+/// 0, 1, …: most segments are shorter.
+static NUMBERS: [i64; 4096] = {
+    let mut numbers = [0; 4096];
+    let mut i = 0;
+    while i < numbers.len() {
+        numbers[i] = i as i64;
+        i += 1;
     }
-}
+    numbers
+};
 
+/// Writes from, from + 1, …; what is in a table is copied, since copying has the longest vectors that
+/// the processor has.
 fn count_up(from: i64, to: &mut [i64]) {
-    for (to, position) in to.iter_mut().zip(from..) {
+    let known = usize::try_from(from)
+        .ok()
+        .and_then(|from| NUMBERS.get(from..))
+        .unwrap_or_default();
+    let (copied, counted) = to.split_at_mut(known.len().min(to.len()));
+    copied.copy_from_slice(&known[..copied.len()]);
+    for (to, position) in counted.iter_mut().zip(from + copied.len() as i64..) {
         *to = position;
     }
 }

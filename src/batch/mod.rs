@@ -26,7 +26,7 @@ mod layout;
 mod mask;
 
 pub use boundaries::boundaries;
-pub use fill::BatchSlices;
+pub use fill::{BatchSlices, Id};
 #[cfg(feature = "torch")]
 pub(crate) use fill::{Sample, Source};
 pub use labels::label_counts;

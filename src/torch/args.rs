@@ -9,15 +9,11 @@
 use tch::{Kind, TchError, Tensor};
 
 use super::bridge::ffi::View;
+use super::dtype;
 use super::handle::{Dense, look};
 use crate::{Error, Result};
 
 const INTEGERS: &str = "an integer dtype such as torch.int64";
-
-/// Torch's numbers of the dtypes that are read as they are.
-const INT32: i8 = 3;
-const INT64: i8 = 4;
-const BOOL: i8 = 11;
 
 /// Torch's numbers of the dtypes that tch has no name for.
 const UINT16: i32 = 27;
@@ -66,8 +62,8 @@ pub(super) fn integer_rows<'a>(
 pub(super) fn ids<'a>(name: &str, tensor: &'a Tensor) -> Result<Ids<'a>> {
     let view = one_dimension(name, tensor)?;
     match view.dtype {
-        INT32 => Ok(Ids::I32(Dense::new(tensor, view)?)),
-        INT64 => Ok(Ids::I64(Dense::new(tensor, view)?)),
+        dtype::INT32 => Ok(Ids::I32(Dense::new(tensor, view)?)),
+        dtype::INT64 => Ok(Ids::I64(Dense::new(tensor, view)?)),
         _ => Err(wrong_dtype(name, tensor, "torch.int32 or torch.int64")),
     }
 }
@@ -76,34 +72,31 @@ pub(super) fn ids<'a>(name: &str, tensor: &'a Tensor) -> Result<Ids<'a>> {
 pub(super) fn bools<'a>(name: &str, tensor: &'a Tensor) -> Result<Dense<'a>> {
     let view = one_dimension(name, tensor)?;
     match view.dtype {
-        BOOL => Dense::new(tensor, view),
+        dtype::BOOL => Dense::new(tensor, view),
         _ => Err(wrong_dtype(name, tensor, "torch.bool")),
     }
 }
 
-/// One-dimensional values of any dtype that tch knows.
-pub(super) fn values(name: &str, tensor: &Tensor) -> Result<(Dense<'static>, Kind)> {
+/// One-dimensional values of any dtype.
+pub(super) fn values(name: &str, tensor: &Tensor) -> Result<Dense<'static>> {
     one_dimension(name, tensor)?;
-    Ok((
-        Dense::of(tensor.f_resolve_conj()?.f_resolve_neg()?)?,
-        tensor.f_kind()?,
-    ))
+    Dense::of(tensor.f_resolve_conj()?.f_resolve_neg()?)
 }
 
-/// A single value of the dtype `kind`.
-pub(super) fn single<'a>(name: &str, tensor: &'a Tensor, kind: Kind) -> Result<Dense<'a>> {
+/// A single value of the dtype of `values`.
+pub(super) fn single<'a>(name: &str, tensor: &'a Tensor, values: &Dense) -> Result<Dense<'a>> {
     let view = on_cpu(name, tensor)?;
     if tensor.numel() != 1 {
         return Err(wrong_shape(name, tensor, "a single value"));
     }
-    match tensor.f_kind() {
-        Ok(found) if found == kind => Dense::new(tensor, view),
-        _ => Err(wrong_dtype(name, tensor, "that of the values")),
+    if view.dtype != values.dtype().0 {
+        return Err(wrong_dtype(name, tensor, "that of the values"));
     }
+    Dense::new(tensor, view)
 }
 
 fn to_int64<'a>(name: &str, tensor: &'a Tensor, view: View) -> Result<Dense<'a>> {
-    if view.dtype == INT64 {
+    if view.dtype == dtype::INT64 {
         return Dense::new(tensor, view);
     }
     match tensor.f_kind() {

@@ -93,7 +93,7 @@ pub(super) mod ffi {
     /// What has to be known of a tensor to read it.
     struct View {
         on_cpu: bool,
-        /// Torch's number of it.
+        /// Torch's number of it, see [`super::dtype`].
         dtype: i8,
         dimensions: usize,
         /// Whether `len` elements begin at `address`, one behind the other and aligned. Only then
@@ -113,7 +113,7 @@ pub(super) mod ffi {
         type Tensor;
 
         fn look(tensor: &Tensor) -> Result<View>;
-        fn large(size: &[i64], like: &Tensor) -> Result<UniquePtr<Tensor>>;
+        fn fresh(size: &[i64], dtype: i8) -> Result<UniquePtr<Tensor>>;
     }
 
     extern "Rust" {

@@ -4,12 +4,12 @@
 //! checked, the outputs are allocated once the layout knows their size, and the core writes
 //! straight into them.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::args::{self, Ids};
 use super::handle::{Dense, Fresh, Plain, vector};
-use super::{mask, threads};
-use crate::batch::{BatchSlices, Layout, LayoutOptions, MaskDtype, Sample, Source};
+use super::{dtype, mask, threads};
+use crate::batch::{BatchSlices, Id, Layout, LayoutOptions, MaskDtype, Sample, Source};
 use crate::{Error, Result};
 
 /// How [`collate`] lays out and labels a batch.
@@ -171,8 +171,8 @@ pub fn pack_values(
     pad: &Tensor,
     options: &LayoutOptions,
 ) -> Result<Tensor> {
-    let (values, kind) = args::values("values", values)?;
-    let pad = args::single("pad", pad, kind)?;
+    let values = args::values("values", values)?;
+    let pad = args::single("pad", pad, &values)?;
     let offsets = args::integers("offsets", offsets)?;
     let index = args::integers("index", index)?;
     let row_offsets = args::integers("row_offsets", row_offsets)?;
@@ -185,18 +185,19 @@ pub fn pack_values(
         options,
     )?;
     // Only the size of an element matters for moving it; `as_slice` refuses any other.
-    match kind.elt_size_in_bytes() {
-        1 => place::<u8>(&layout, &values, &pad, kind),
-        2 => place::<u16>(&layout, &values, &pad, kind),
-        4 => place::<u32>(&layout, &values, &pad, kind),
-        8 => place::<u64>(&layout, &values, &pad, kind),
-        _ => place::<[u64; 2]>(&layout, &values, &pad, kind),
+    match values.dtype().1 {
+        1 => place::<u8>(&layout, &values, &pad),
+        2 => place::<u16>(&layout, &values, &pad),
+        4 => place::<u32>(&layout, &values, &pad),
+        8 => place::<u64>(&layout, &values, &pad),
+        _ => place::<[u64; 2]>(&layout, &values, &pad),
     }
 }
 
 /// `pad` is one value, as [`args::single`] has found.
-fn place<T: Plain>(layout: &Layout, values: &Dense, pad: &Dense, kind: Kind) -> Result<Tensor> {
-    let mut out = Fresh::<T>::new(&[layout.rows() as i64, layout.row_len() as i64], kind)?;
+fn place<T: Plain>(layout: &Layout, values: &Dense, pad: &Dense) -> Result<Tensor> {
+    let size = [layout.rows() as i64, layout.row_len() as i64];
+    let mut out = Fresh::<T>::new(&size, values.dtype().0)?;
     layout.fill_values(
         values.as_slice()?,
         pad.as_slice()?[0],
@@ -206,7 +207,7 @@ fn place<T: Plain>(layout: &Layout, values: &Dense, pad: &Dense, kind: Kind) -> 
     Ok(out.into_tensor())
 }
 
-fn with_labels<T: Copy + Into<i64> + Sync>(
+fn with_labels<T: Id>(
     tokens: &[T],
     offsets: &[i64],
     index: &[i64],
@@ -256,10 +257,10 @@ where
     }
 
     let size = [layout.rows() as i64, layout.row_len() as i64];
-    let mut input_ids = Fresh::<i64>::new(&size, Kind::Int64)?;
-    let mut label_ids = Fresh::<i64>::new(&size, Kind::Int64)?;
-    let mut position_ids = Fresh::<i64>::new(&size, Kind::Int64)?;
-    let mut segment_ids = Fresh::<i32>::new(&size, Kind::Int)?;
+    let mut input_ids = Fresh::<i64>::new(&size, dtype::INT64)?;
+    let mut label_ids = Fresh::<i64>::new(&size, dtype::INT64)?;
+    let mut position_ids = Fresh::<i64>::new(&size, dtype::INT64)?;
+    let mut segment_ids = Fresh::<i32>::new(&size, dtype::INT32)?;
     let out = BatchSlices {
         input_ids: input_ids.as_mut_slice(),
         labels: label_ids.as_mut_slice(),
@@ -275,7 +276,7 @@ where
         threads,
     )?;
 
-    let mut max_seqlen = Fresh::<i32>::new(&[], Kind::Int)?;
+    let mut max_seqlen = Fresh::<i32>::new(&[], dtype::INT32)?;
     max_seqlen.as_mut_slice()[0] = layout.max_seqlen(); // no dimensions: one value
     let attention_mask = match options.attention_mask {
         Some(dtype) => mask::allocate_and_fill(
@@ -286,15 +287,15 @@ where
             options.window,
             dtype,
         )?,
-        None => vector::<u8>(&[], Kind::Bool)?,
+        None => vector::<u8>(&[], dtype::BOOL)?,
     };
     Ok(Batch {
         input_ids: input_ids.into_tensor(),
         labels: label_ids.into_tensor(),
         position_ids: position_ids.into_tensor(),
         segment_ids: segment_ids.into_tensor(),
-        cu_seqlens: vector(layout.cu_seqlens(), Kind::Int)?,
-        cu_seqlens_padded: vector(layout.cu_seqlens_padded(), Kind::Int)?,
+        cu_seqlens: vector(layout.cu_seqlens(), dtype::INT32)?,
+        cu_seqlens_padded: vector(layout.cu_seqlens_padded(), dtype::INT32)?,
         max_seqlen: max_seqlen.into_tensor(),
         attention_mask,
     })

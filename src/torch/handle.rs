@@ -16,7 +16,7 @@ use std::ops::Deref;
 use std::slice;
 
 use cxx::UniquePtr;
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use super::bridge::ffi;
 use super::torch_error;
@@ -85,6 +85,11 @@ impl<'a> Dense<'a> {
         })
     }
 
+    /// Torch's number of the dtype, and the size of an element.
+    pub fn dtype(&self) -> (i8, usize) {
+        (self.view.dtype, self.view.element_size)
+    }
+
     /// The number of elements.
     pub fn len(&self) -> usize {
         self.view.len
@@ -112,84 +117,59 @@ impl<'a> Dense<'a> {
 
 /// A new contiguous CPU tensor that nobody else can see yet, so that it may be written.
 pub(super) struct Fresh<T> {
-    tensor: Tensor,
-    /// Known from the shape: torch's answer takes a call or two, and a batch has eight tensors.
-    len: usize,
+    tensor: UniquePtr<ffi::Tensor>,
+    view: ffi::View,
     element: PhantomData<T>,
 }
 
 impl<T: Plain> Fresh<T> {
     /// Allocates a tensor of the shape `size` and of a dtype with elements of the size of `T`.
-    pub fn new(size: &[i64], kind: Kind) -> Result<Self> {
-        if size_of::<T>() != kind.elt_size_in_bytes() {
+    ///
+    /// Torch refuses sizes below 0, those whose product overflows, and too much memory.
+    pub fn new(size: &[i64], dtype: i8) -> Result<Self> {
+        let tensor = ffi::fresh(size, dtype).map_err(|error| torch_error(error.what()))?;
+        let view = ffi::look(&tensor).map_err(|error| torch_error(error.what()))?;
+        if size_of::<T>() != view.element_size || !view.readable {
             return Err(internal(
                 "a tensor is written through elements of another size",
             ));
         }
-        let tensor = match large(size, kind)? {
-            Some(tensor) => tensor,
-            // Torch refuses sizes below 0, those whose product overflows, and too much memory.
-            None => Tensor::f_empty(size, (kind, Device::Cpu))?,
-        };
         Ok(Fresh {
             tensor,
-            len: size.iter().product::<i64>() as usize,
+            view,
             element: PhantomData,
         })
     }
 
     /// The elements, to be written all of them: until then they are whatever was in the memory.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
-        if self.len == 0 {
+        if self.view.len == 0 {
             return &mut [];
         }
         // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, aligned to
-        // 64 bytes by torch and to more by `large`, and no other handle exists before
-        // `into_tensor`. The memory comes from C++, of which the compiler knows nothing: it holds
-        // some bytes, and all bytes are values of `T`. The aliasing tests of
-        // tests/python/test_ops_collate.py would show the loss of this.
+        // 64 bytes or more, and no other handle exists before `into_tensor`. The memory comes from
+        // C++, of which the compiler knows nothing: it holds some bytes, and all bytes are values of
+        // `T`. The aliasing tests of tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
         unsafe {
-            slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), self.len)
+            slice::from_raw_parts_mut(self.view.address as *mut T, self.view.len)
         }
     }
 
     /// Hands the tensor out.
     pub fn into_tensor(self) -> Tensor {
-        self.tensor
+        // SAFETY: the pointer owns an `at::Tensor` that was made with `new`, and tch's handle is the
+        // owner from here on. The leak test in tests/python/test_ops_collate.py would show the loss.
+        #[allow(unsafe_code)]
+        unsafe {
+            Tensor::from_ptr(self.tensor.into_raw().cast())
+        }
     }
-}
-
-/// From so many bytes on a tensor is large: the most that glibc's malloc keeps for itself. The
-/// memory of larger ones comes from the system anew each time, unless it is kept elsewhere.
-const LARGE: usize = 32 << 20;
-
-/// A tensor in memory for large ones, see `cpp/tensor.cpp`; none where it is not large, or there is
-/// not so much memory.
-fn large(size: &[i64], kind: Kind) -> Result<Option<Tensor>> {
-    let bytes = size
-        .iter()
-        .try_fold(kind.elt_size_in_bytes(), |bytes, &length| {
-            bytes.checked_mul(usize::try_from(length).ok()?)
-        });
-    if bytes.is_none_or(|bytes| !(LARGE..=isize::MAX as usize).contains(&bytes)) {
-        return Ok(None);
-    }
-    let like = give(Tensor::f_empty([0], (kind, Device::Cpu))?);
-    let tensor = ffi::large(size, &like).map_err(|error| torch_error(error.what()))?;
-    if tensor.is_null() {
-        return Ok(None);
-    }
-    // SAFETY: the pointer owns an `at::Tensor` that was made with `new`, and tch's handle is the
-    // owner from here on. The test of what masks leave behind in tests/python/test_ops_mask.py would
-    // show the loss.
-    #[allow(unsafe_code)]
-    Ok(Some(unsafe { Tensor::from_ptr(tensor.into_raw().cast()) }))
 }
 
 /// A new tensor of one dimension that holds `values`.
-pub(super) fn vector<T: Plain>(values: &[T], kind: Kind) -> Result<Tensor> {
-    let mut fresh = Fresh::new(&[values.len() as i64], kind)?;
+pub(super) fn vector<T: Plain>(values: &[T], dtype: i8) -> Result<Tensor> {
+    let mut fresh = Fresh::new(&[values.len() as i64], dtype)?;
     fresh.as_mut_slice().copy_from_slice(values);
     Ok(fresh.into_tensor())
 }

@@ -1,9 +1,9 @@
 //! `block_mask` and `boundaries`: what attention needs, from segment ids or positions alone.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::handle::{Fresh, vector};
-use super::{args, threads};
+use super::{args, dtype, threads};
 use crate::batch::{self, MaskDtype, MaskSlice, mask_len};
 use crate::{Error, Result};
 
@@ -39,7 +39,7 @@ pub fn boundaries(position_ids: &Tensor) -> Result<Tensor> {
     let (positions, rows, row_len) = args::integer_rows("position_ids", position_ids)?;
     vector(
         &batch::boundaries(positions.as_slice()?, rows, row_len)?,
-        Kind::Int,
+        dtype::INT32,
     )
 }
 
@@ -85,22 +85,22 @@ pub(super) fn allocate_and_fill<I: Copy + Ord + Sync>(
     };
     match dtype {
         MaskDtype::Bool => {
-            let mut mask = Fresh::new(&size, Kind::Bool)?;
+            let mut mask = Fresh::new(&size, dtype::BOOL)?;
             fill(MaskSlice::Bool(mask.as_mut_slice()))?;
             Ok(mask.into_tensor())
         }
         MaskDtype::Float32 => {
-            let mut mask = Fresh::new(&size, Kind::Float)?;
+            let mut mask = Fresh::new(&size, dtype::FLOAT32)?;
             fill(MaskSlice::Float32(mask.as_mut_slice()))?;
             Ok(mask.into_tensor())
         }
         MaskDtype::BFloat16 => {
-            let mut mask = Fresh::new(&size, Kind::BFloat16)?;
+            let mut mask = Fresh::new(&size, dtype::BFLOAT16)?;
             fill(MaskSlice::BFloat16(mask.as_mut_slice()))?;
             Ok(mask.into_tensor())
         }
         MaskDtype::Float16 => {
-            let mut mask = Fresh::new(&size, Kind::Half)?;
+            let mut mask = Fresh::new(&size, dtype::FLOAT16)?;
             fill(MaskSlice::Float16(mask.as_mut_slice()))?;
             Ok(mask.into_tensor())
         }

@@ -36,6 +36,17 @@ mod mask;
 mod options;
 mod plan;
 
+/// Torch's numbers of the dtypes that are made, or read as they are.
+mod dtype {
+    pub const UINT8: i8 = 0;
+    pub const INT32: i8 = 3;
+    pub const INT64: i8 = 4;
+    pub const FLOAT16: i8 = 5;
+    pub const FLOAT32: i8 = 6;
+    pub const BOOL: i8 = 11;
+    pub const BFLOAT16: i8 = 15;
+}
+
 use std::sync::OnceLock;
 
 pub use collate::{Batch, CollateOptions, collate, collate_list, pack_values};

@@ -1,10 +1,10 @@
 //! `plan`, `microbatch` and `label_counts`: the planner on tensors.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::args::{self, Ids};
 use super::handle::{Fresh, vector};
-use super::threads;
+use super::{dtype, threads};
 use crate::{Config, Error, Result, Split, batch, memory, parallel};
 
 /// A plan as tensors: see [`Plan`](crate::Plan).
@@ -72,7 +72,7 @@ pub fn plan(
         index: widened(&plan.index, threads)?,
         row_offsets: widened(&plan.row_offsets, threads)?,
         batch_offsets: widened(&plan.batch_offsets, threads)?,
-        report: vector(plan.report.to_json().as_bytes(), Kind::Uint8)?,
+        report: vector(plan.report.to_json().as_bytes(), dtype::UINT8)?,
     })
 }
 
@@ -80,7 +80,7 @@ pub fn plan(
 fn widened(values: &[u32], threads: usize) -> Result<Tensor> {
     /// Values for one part of the work: fewer are done before a thread is woken.
     const PART: usize = 1 << 18;
-    let mut fresh = Fresh::<i64>::new(&[values.len() as i64], Kind::Int64)?;
+    let mut fresh = Fresh::<i64>::new(&[values.len() as i64], dtype::INT64)?;
     // As long as the values, so that both are cut in the same places.
     let parts = fresh.as_mut_slice().chunks_mut(PART);
     let parts: Vec<(&mut [i64], &[u32])> = parts.zip(values.chunks(PART)).collect();
@@ -118,8 +118,8 @@ pub fn microbatch(
         k,
     )?;
     Ok((
-        vector(&index, Kind::Int64)?,
-        vector(&row_offsets, Kind::Int64)?,
+        vector(&index, dtype::INT64)?,
+        vector(&row_offsets, dtype::INT64)?,
     ))
 }
 
@@ -149,5 +149,8 @@ pub fn label_counts(
         }
     };
     let starts: Vec<u8> = starts.into_iter().map(u8::from).collect();
-    Ok((vector(&counts, Kind::Int64)?, vector(&starts, Kind::Bool)?))
+    Ok((
+        vector(&counts, dtype::INT64)?,
+        vector(&starts, dtype::BOOL)?,
+    ))
 }
