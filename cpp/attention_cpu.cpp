@@ -25,8 +25,9 @@
 // whatever the number of threads and whoever takes a task: the same inputs give the same bits.
 //
 // Each thread works on copies of what it reads again and again: rows of one head lie far apart in
-// (T, H, D), where they are in each other's way in the cache (a tenth of the time). So it needs,
-// beside the results and a few tiles, the keys, values and their gradients of one segment and head.
+// (T, H, D), where they are in each other's way in the cache (a tenth of the time). Beside the
+// results it needs a few tiles forward, and backward the keys, values and their gradients of one
+// segment and head.
 #include "multipack/cpp/attention.h"
 #include "multipack/cpp/tiles.h"
 
@@ -39,6 +40,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <new>
@@ -160,11 +162,10 @@ T dot(const T* x, const S* y, int64_t size) {
   return std::accumulate(parts, parts + sums, T(0));
 }
 
-// Rows as columns of a block of queries, times `factor`, with zeros for the queries that fill up
-// the last vector.
+// Rows as the columns of a block of queries, times `factor`, with zeros for the queries that fill
+// up the last vector.
 template <typename S, typename T>
-Rows<const T> columns(Rows<const S> x, int64_t count, int64_t size, T factor, Buffer<T>& buffer) {
-  const Rows<T> into{buffer.of(size * block_q), block_q};
+void write_columns(Rows<const S> x, int64_t count, int64_t size, T factor, Rows<T> into) {
   for (int64_t i = 0; i < count; ++i) {
     const S* const row = x.row(i);
     for (int64_t d = 0; d < size; ++d) {
@@ -174,7 +175,6 @@ Rows<const T> columns(Rows<const S> x, int64_t count, int64_t size, T factor, Bu
   for (int64_t d = 0; d < size; ++d) {
     std::fill(into.row(d) + count, into.row(d) + whole_vectors<T>(count), T(0));
   }
-  return into;
 }
 
 // Queries and keys, counted in their segment. Its scores have a row for each key and a column for
@@ -182,6 +182,7 @@ Rows<const T> columns(Rows<const S> x, int64_t count, int64_t size, T factor, Bu
 struct Tile {
   int64_t q0, q1, j0, j1;
 
+  int64_t queries() const { return q1 - q0; }
   int64_t keys() const { return j1 - j0; }
 };
 
@@ -193,6 +194,11 @@ struct Sight {
 
   int64_t first(int64_t query) const { return std::max<int64_t>(0, query - window + 1); }
   int64_t end(int64_t query) const { return causal ? query + 1 : std::min(length, query + window); }
+
+  // Whether there is a pair in a tile.
+  bool any(const Tile& tile) const {
+    return first(tile.q0) < tile.j1 && tile.j0 < end(tile.q1 - 1);
+  }
 
   // Sets to `value` what is no pair in the scores of a tile.
   template <typename T>
@@ -219,13 +225,13 @@ class Dropout {
 
   bool active() const { return p_ > 0; }
 
-  // Multiplies the weights of a tile, or their gradients, by 0 where they are dropped and by
-  // 1 / (1 - p) where they are kept. The segment begins at token `start`.
+  // Writes what the weights of a tile are multiplied by: 0 where they are dropped and 1 / (1 - p)
+  // where they are kept. The segment begins at token `start`.
   template <typename T>
-  void drop(
-      Rows<T> scores, const Tile& tile, const Sight& sight, int64_t head, int64_t start) const {
+  void draw(const Tile& tile, const Sight& sight, int64_t head, int64_t start, Rows<T> kept) const {
     const double bound = p_ * 4294967296.0; // 2^32
-    const T kept = static_cast<T>(1 / (1 - p_));
+    const T factor = static_cast<T>(1 / (1 - p_));
+    std::fill_n(kept.data, tile.keys() * kept.stride, T(0));
     for (int64_t query = tile.q0; query < tile.q1; ++query) {
       const int64_t from = std::max(sight.first(query), tile.j0);
       const int64_t to = std::min(sight.end(query), tile.j1);
@@ -237,7 +243,7 @@ class Dropout {
         numbers();
       }
       for (int64_t key = from; key < to; ++key) {
-        scores.row(key - tile.j0)[query - tile.q0] *= numbers() < bound ? T(0) : kept;
+        kept.row(key - tile.j0)[query - tile.q0] = numbers() < bound ? T(0) : factor;
       }
     }
   }
@@ -253,11 +259,17 @@ struct Chunk {
   int64_t start, length, from, to;
 };
 
+// x *= y, for tiles.
+template <typename T>
+void scale_tile(Rows<T> x, Rows<const T> y, int64_t keys) {
+  std::transform(x.data, x.row(keys), y.data, x.data, std::multiplies<T>());
+}
+
 // The dtype of the arithmetic.
 template <typename S>
 using Wide = std::conditional_t<std::is_same_v<S, double>, double, float>;
 
-// Queries of a forward task: enough that copying the keys for it is nothing.
+// Queries of a forward task, which share its copies of keys and values.
 constexpr int64_t chunk_queries = 4 * block_q;
 
 template <typename S>
@@ -298,50 +310,58 @@ class ForwardPass {
 
  private:
   struct Scratch {
-    Buffer<T> q, k, v, scores, sums, most, total, shrink;
+    Buffer<T> q, k, v, scores, kept, sums, most, total, shrink;
   };
 
   void chunk(const Chunk& c, int64_t head, Scratch& scratch) {
     const int64_t size = in_.head_size(), width = whole_vectors<T>(size);
-    const int64_t kv_head = head / in_.heads_per_kv();
+    const int64_t kv_head = head / in_.heads_per_kv(), count = c.to - c.from;
     const Sight sight{c.length, in_.window, in_.causal};
-    const int64_t k0 = sight.first(c.from), k1 = sight.end(c.to - 1);
-    const auto k = packed(k_.rows(c.start + k0, kv_head), k1 - k0, size, width, scratch.k);
-    const auto v = packed(v_.rows(c.start + k0, kv_head), k1 - k0, size, width, scratch.v);
+    // Block after block of columns.
+    const Rows<T> q{scratch.q.of(chunk_queries * size), block_q};
     const Rows<T> scores{scratch.scores.of(block_k * block_q), block_q};
-    const Rows<T> sums{scratch.sums.of(block_q * width), width};
-    T* const most = scratch.most.of(block_q);
-    T* const total = scratch.total.of(block_q);
+    const Rows<T> kept{scratch.kept.of(block_k * block_q), block_q};
+    const Rows<T> sums = zeros(count, width, scratch.sums);
+    T* const most = scratch.most.of(chunk_queries);
+    T* const total = scratch.total.of(chunk_queries);
     T* const shrink = scratch.shrink.of(block_q);
-    for (int64_t q0 = c.from; q0 < c.to; q0 += block_q) {
-      const int64_t q1 = std::min(q0 + block_q, c.to), count = q1 - q0;
-      const int64_t queries = whole_vectors<T>(count);
-      const auto q = columns(q_.rows(c.start + q0, head), count, size, T(in_.scale), scratch.q);
-      std::fill_n(most, queries, -std::numeric_limits<T>::infinity());
-      std::fill_n(total, queries, T(0));
-      const int64_t first = sight.first(q0), end = sight.end(q1 - 1);
-      for (int64_t j0 = first; j0 < end; j0 += block_k) {
-        const Tile tile{q0, q1, j0, std::min(j0 + block_k, end)};
-        const int64_t keys = tile.keys();
-        kernels_.multiply({keys, queries, size, k.from(j0 - k0), q, scores});
+    std::fill_n(most, chunk_queries, -std::numeric_limits<T>::infinity());
+    std::fill_n(total, chunk_queries, T(0));
+    for (int64_t at = 0; at < count; at += block_q) {
+      const int64_t queries = std::min(block_q, count - at);
+      const Rows<const S> rows = q_.rows(c.start + c.from + at, head);
+      write_columns(rows, queries, size, T(in_.scale), q.from(at / block_q * size));
+    }
+    const int64_t end = sight.end(c.to - 1);
+    for (int64_t j0 = sight.first(c.from); j0 < end; j0 += block_k) {
+      const int64_t j1 = std::min(j0 + block_k, end), keys = j1 - j0;
+      const auto k = packed(k_.rows(c.start + j0, kv_head), keys, size, width, scratch.k);
+      const auto v = packed(v_.rows(c.start + j0, kv_head), keys, size, width, scratch.v);
+      for (int64_t at = 0; at < count; at += block_q) {
+        const Tile tile{c.from + at, std::min(c.from + at + block_q, c.to), j0, j1};
+        if (!sight.any(tile)) {
+          continue;
+        }
+        const int64_t queries = whole_vectors<T>(tile.queries());
+        kernels_.multiply({keys, queries, size, k, q.from(at / block_q * size), scores});
         sight.hide(scores, tile, -std::numeric_limits<T>::infinity());
-        kernels_.softmax({keys, queries, scores, most, total, shrink});
+        kernels_.softmax({keys, queries, scores, most + at, total + at, shrink});
         if (dropout_.active()) {
-          dropout_.drop(scores, tile, sight, head, c.start);
+          dropout_.draw(tile, sight, head, c.start, kept);
+          scale_tile<T>(scores, kept, keys);
         }
         const Matrix<T> weights = Matrix<T>(scores).transposed();
-        const T* const kept = j0 > first ? shrink : nullptr;
-        kernels_.multiply({count, width, keys, weights, v.from(j0 - k0), sums, false, kept});
+        kernels_.multiply({tile.queries(), width, keys, weights, v, sums.from(at), true, shrink});
       }
-      const Rows<S> out = out_.rows(c.start + q0, head);
-      T* const logsumexp = logsumexp_ + head * in_.tokens() + c.start + q0;
-      for (int64_t i = 0; i < count; ++i) {
-        const T share = 1 / total[i];
-        std::transform(sums.row(i), sums.row(i) + size, out.row(i), [=](T x) {
-          return static_cast<S>(x * share);
-        });
-        logsumexp[i] = most[i] + std::log(total[i]);
-      }
+    }
+    const Rows<S> out = out_.rows(c.start + c.from, head);
+    T* const logsumexp = logsumexp_ + head * in_.tokens() + c.start + c.from;
+    for (int64_t i = 0; i < count; ++i) {
+      const T share = 1 / total[i];
+      std::transform(sums.row(i), sums.row(i) + size, out.row(i), [=](T x) {
+        return static_cast<S>(x * share);
+      });
+      logsumexp[i] = most[i] + std::log(total[i]);
     }
   }
 
@@ -397,7 +417,7 @@ class BackwardPass {
   // `columns` are those of a block of queries, the others rows.
   struct Scratch {
     Buffer<T> q, k, v, grad_out, grad_q, grad_k, grad_v;
-    Buffer<T> q_columns, grad_out_columns, weights, grads, logsumexp, delta;
+    Buffer<T> q_columns, grad_out_columns, weights, grads, kept, logsumexp, delta;
   };
 
   // Keys, values and their gradients of a segment.
@@ -432,10 +452,12 @@ class BackwardPass {
     const T scale(in_.scale);
     const auto q_rows = q_.rows(token, head);
     const auto q = packed(q_rows, count, size, width, scratch.q);
-    const auto q_columns = columns(q_rows, count, size, scale, scratch.q_columns);
+    const Rows<T> q_columns{scratch.q_columns.of(size * block_q), block_q};
+    write_columns(q_rows, count, size, scale, q_columns);
     const auto grad_rows = grad_out_.rows(token, head);
     const auto grad_out = packed(grad_rows, count, size, width, scratch.grad_out);
-    const auto grad_columns = columns(grad_rows, count, size, T(1), scratch.grad_out_columns);
+    const Rows<T> grad_columns{scratch.grad_out_columns.of(size * block_q), block_q};
+    write_columns(grad_rows, count, size, T(1), grad_columns);
     const auto grad_q = zeros(count, width, scratch.grad_q);
     const Rows<const S> out = out_.rows(token, head);
     T* const logsumexp = scratch.logsumexp.of(block_q);
@@ -449,6 +471,7 @@ class BackwardPass {
     // The weights, and their gradient, which becomes that of the scores.
     const Rows<T> p{scratch.weights.of(block_k * block_q), block_q};
     const Rows<T> ds{scratch.grads.of(block_k * block_q), block_q};
+    const Rows<T> kept{scratch.kept.of(block_k * block_q), block_q};
     const int64_t first = sight.first(q0), end = sight.end(q1 - 1);
     for (int64_t j0 = first; j0 < end; j0 += block_k) {
       const Tile tile{q0, q1, j0, std::min(j0 + block_k, end)};
@@ -456,11 +479,12 @@ class BackwardPass {
       kernels_.multiply({keys, queries, size, x.k.from(j0), q_columns, p});
       kernels_.multiply({keys, queries, size, x.v.from(j0), grad_columns, ds});
       if (dropout_.active()) {
-        dropout_.drop(ds, tile, sight, head, x.chunk.start);
+        dropout_.draw(tile, sight, head, x.chunk.start, kept);
+        scale_tile<T>(ds, kept, keys);
       }
       kernels_.scores_gradient({keys, queries, p, ds, logsumexp, delta, scale});
       if (dropout_.active()) {
-        dropout_.drop(p, tile, sight, head, x.chunk.start);
+        scale_tile<T>(p, kept, keys);
       }
       sight.hide(p, tile, T(0));
       sight.hide(ds, tile, T(0));
