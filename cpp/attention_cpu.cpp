@@ -19,10 +19,11 @@
 // (float64 for float64), to which the copies of half precision are widened. tiles.h has the
 // products and the softmax.
 //
-// Tasks are dealt out longest first to torch's own threads. Forward, a task is a block of queries;
-// backward it is a segment and key head, since its query heads add to the same gradient. So one
-// long segment keeps H_kv threads busy, and many short ones all of them. Sums are made in one order
-// whatever the number of threads and whoever takes a task: the same inputs give the same bits.
+// Tasks are dealt out longest first to torch's own threads. Forward, a task is a few blocks of
+// queries; backward it is a segment and key head, since its query heads add to the same gradient.
+// So one long segment keeps H_kv threads busy, and many short ones all of them. Sums are made in
+// one order whatever the number of threads and whoever takes a task: the same inputs give the same
+// bits.
 //
 // Each thread works on copies of what it reads again and again: rows of one head lie far apart in
 // (T, H, D), where they are in each other's way in the cache (a tenth of the time). Beside the
@@ -52,7 +53,12 @@
 namespace multipack::attention {
 namespace {
 
-// A tile: queries and keys.
+// A tile. Milliseconds forward + backward for 4096 tokens, 8 heads of 64, on one core (AVX-512):
+//
+//   queries x keys   8 segments   64 segments   1 segment
+//   64 x 64            15 + 31       6 + 12      88 + 191
+//   64 x 96            16 + 33       7 + 12      93 + 195
+//   64 x 128           16 + 32       7 + 12      89 + 192
 constexpr int64_t block_q = 64;
 constexpr int64_t block_k = 64;
 
