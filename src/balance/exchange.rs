@@ -48,7 +48,8 @@ const NEAR: usize = 2;
 const SUMS: usize = 8;
 /// Pairs of sets drawn for one exchange at random.
 const DRAWS: usize = 64;
-/// Most sets of a row of so many samples, or more; the empty one is among them.
+/// Most sets of a row of so many samples, or more: the empty one, single samples, pairs and, of five
+/// at most, triples. Six have those of five where the first sample stays.
 const MOST_SETS: [usize; MEMBERS + 1] = [1, 2, 4, 8, 15, 26, 26, 29, 37];
 /// What each set takes while exchanges are looked for: itself, in a list that may be twice as large
 /// as it need be, and once more in each [`Index`].
