@@ -265,10 +265,12 @@ struct Chunk {
   int64_t start, length, from, to;
 };
 
-// x *= y, for tiles.
+// x *= y, for the scores of a tile.
 template <typename T>
-void scale_tile(Rows<T> x, Rows<const T> y, int64_t keys) {
-  std::transform(x.data, x.row(keys), y.data, x.data, std::multiplies<T>());
+void scale_tile(Rows<T> x, Rows<const T> y, const Tile& tile) {
+  for (int64_t i = 0; i < tile.keys(); ++i) {
+    std::transform(x.row(i), x.row(i) + tile.queries(), y.row(i), x.row(i), std::multiplies<T>());
+  }
 }
 
 // The dtype of the arithmetic.
@@ -354,7 +356,7 @@ class ForwardPass {
         kernels_.softmax({keys, queries, scores, most + at, total + at, shrink});
         if (dropout_.active()) {
           dropout_.draw(tile, sight, head, c.start, kept);
-          scale_tile<T>(scores, kept, keys);
+          scale_tile<T>(scores, kept, tile);
         }
         const Matrix<T> weights = Matrix<T>(scores).transposed();
         kernels_.multiply({tile.queries(), width, keys, weights, v, sums.from(at), true, shrink});
@@ -486,11 +488,11 @@ class BackwardPass {
       kernels_.multiply({keys, queries, size, x.v.from(j0), grad_columns, ds});
       if (dropout_.active()) {
         dropout_.draw(tile, sight, head, x.chunk.start, kept);
-        scale_tile<T>(ds, kept, keys);
+        scale_tile<T>(ds, kept, tile);
       }
       kernels_.scores_gradient({keys, queries, p, ds, logsumexp, delta, scale});
       if (dropout_.active()) {
-        scale_tile<T>(p, kept, keys);
+        scale_tile<T>(p, kept, tile);
       }
       sight.hide(p, tile, T(0));
       sight.hide(ds, tile, T(0));

@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -107,7 +108,9 @@ View look(const at::Tensor& tensor) {
     view.element_size = tensor.itemsize();
     view.address = reinterpret_cast<size_t>(tensor.const_data_ptr());
     // Memory from elsewhere, such as torch.frombuffer with an odd offset, may be unaligned.
-    view.readable = tensor.is_contiguous() && view.address % view.element_size == 0;
+    // Complex numbers are two of the half size, and aligned as these.
+    const size_t alignment = std::min<size_t>(view.element_size, 8);
+    view.readable = tensor.is_contiguous() && view.address % alignment == 0;
   }
   return view;
 }

@@ -1,6 +1,6 @@
 // What the bridge that cxx generates needs to know of torch: the tensor type, and two functions
-// for which tch takes many calls. Every compile unit that sees the bridge pays for what is
-// included here.
+// that tch lacks: one look instead of many calls, and memory without the dispatcher. Every compile
+// unit that sees the bridge pays for what is included here.
 #pragma once
 
 #include "rust/cxx.h"

@@ -89,7 +89,7 @@ pub(super) fn single<'a>(name: &str, tensor: &'a Tensor, values: &Dense) -> Resu
     if tensor.numel() != 1 {
         return Err(wrong_shape(name, tensor, "a single value"));
     }
-    if view.dtype != values.dtype().0 {
+    if view.dtype != values.dtype() {
         return Err(wrong_dtype(name, tensor, "that of the values"));
     }
     Dense::new(tensor, view)

@@ -93,7 +93,7 @@ pub(super) mod ffi {
     /// What has to be known of a tensor to read it.
     struct View {
         on_cpu: bool,
-        /// Torch's number of it, see [`super::dtype`].
+        /// Torch's number of it, as in `super::super::dtype`.
         dtype: i8,
         dimensions: usize,
         /// Whether `len` elements begin at `address`, one behind the other and aligned. Only then

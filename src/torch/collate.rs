@@ -185,7 +185,7 @@ pub fn pack_values(
         options,
     )?;
     // Only the size of an element matters for moving it; `as_slice` refuses any other.
-    match values.dtype().1 {
+    match values.element_size() {
         1 => place::<u8>(&layout, &values, &pad),
         2 => place::<u16>(&layout, &values, &pad),
         4 => place::<u32>(&layout, &values, &pad),
@@ -197,7 +197,7 @@ pub fn pack_values(
 /// `pad` is one value, as [`args::single`] has found.
 fn place<T: Plain>(layout: &Layout, values: &Dense, pad: &Dense) -> Result<Tensor> {
     let size = [layout.rows() as i64, layout.row_len() as i64];
-    let mut out = Fresh::<T>::new(&size, values.dtype().0)?;
+    let mut out = Fresh::<T>::new(&size, values.dtype())?;
     layout.fill_values(
         values.as_slice()?,
         pad.as_slice()?[0],

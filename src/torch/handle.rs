@@ -85,9 +85,14 @@ impl<'a> Dense<'a> {
         })
     }
 
-    /// Torch's number of the dtype, and the size of an element.
-    pub fn dtype(&self) -> (i8, usize) {
-        (self.view.dtype, self.view.element_size)
+    /// Torch's number of the dtype.
+    pub fn dtype(&self) -> i8 {
+        self.view.dtype
+    }
+
+    /// The bytes of an element.
+    pub fn element_size(&self) -> usize {
+        self.view.element_size
     }
 
     /// The number of elements.
@@ -105,9 +110,9 @@ impl<'a> Dense<'a> {
         if self.view.len == 0 {
             return Ok(&[]); // torch may give a null pointer
         }
-        // SAFETY: the view is of a tensor that is contiguous, aligned to its elements (no `Plain`
-        // type asks for more than its size) and on the CPU; the sizes agree and every bit pattern
-        // is a `T`. So `len` values of `T` start at the address, and the argument or the copy
+        // SAFETY: the view is of a tensor that is contiguous, aligned to its elements or to 8 bytes
+        // (no `Plain` type asks for more) and on the CPU; the sizes agree and every bit pattern is a
+        // `T`. So `len` values of `T` start at the address, and the argument or the copy
         // keeps them alive. The strided, expanded and unaligned inputs of
         // tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]
@@ -131,7 +136,7 @@ impl<T: Plain> Fresh<T> {
         let view = ffi::look(&tensor).map_err(|error| torch_error(error.what()))?;
         if size_of::<T>() != view.element_size || !view.readable {
             return Err(internal(
-                "a tensor is written through elements of another size",
+                "a new tensor cannot be written, or not through elements of this size",
             ));
         }
         Ok(Fresh {
@@ -146,8 +151,8 @@ impl<T: Plain> Fresh<T> {
         if self.view.len == 0 {
             return &mut [];
         }
-        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, aligned to
-        // 64 bytes or more, and no other handle exists before `into_tensor`. The memory comes from
+        // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, which it
+        // found readable and so aligned, and no other handle exists before `into_tensor`. The memory comes from
         // C++, of which the compiler knows nothing: it holds some bytes, and all bytes are values of
         // `T`. The aliasing tests of tests/python/test_ops_collate.py would show the loss of this.
         #[allow(unsafe_code)]

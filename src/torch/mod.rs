@@ -36,6 +36,14 @@ mod mask;
 mod options;
 mod plan;
 
+use std::sync::OnceLock;
+
+pub use collate::{Batch, CollateOptions, collate, collate_list, pack_values};
+pub use mask::{block_mask, boundaries};
+pub use plan::{PlanTensors, label_counts, microbatch, plan};
+
+use crate::{Error, Result};
+
 /// Torch's numbers of the dtypes that are made, or read as they are.
 mod dtype {
     pub const UINT8: i8 = 0;
@@ -46,14 +54,6 @@ mod dtype {
     pub const BOOL: i8 = 11;
     pub const BFLOAT16: i8 = 15;
 }
-
-use std::sync::OnceLock;
-
-pub use collate::{Batch, CollateOptions, collate, collate_list, pack_values};
-pub use mask::{block_mask, boundaries};
-pub use plan::{PlanTensors, label_counts, microbatch, plan};
-
-use crate::{Error, Result};
 
 /// Threads for one call: torch's number, or what the environment allows if that is less.
 ///

@@ -226,6 +226,16 @@ def test_pack_values_moves_any_dtype(dtype):
     assert packed.to(torch.complex128).real.long().equal(expected.input_ids)
 
 
+def test_pack_values_of_complex_numbers_aligned_to_their_parts():
+    memory = bytearray(torch.arange(10, dtype=torch.float64).numpy().tobytes())
+    values = torch.frombuffer(memory, dtype=torch.complex128, offset=8, count=4)
+    assert values.data_ptr() % 16 == 8
+
+    packed = ops.pack_values(values, ints(0, 4), ints(0), ints(0, 1), row_len=4, pad=1)
+
+    assert packed.tolist() == [[1 + 2j, 3 + 4j, 5 + 6j, 7 + 8j]]
+
+
 def test_pack_values_of_a_conjugate_view():
     values = torch.tensor([1 + 2j, 3 - 4j, 5j]).conj()
     assert values.is_conj()

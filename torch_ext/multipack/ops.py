@@ -10,7 +10,7 @@ Arguments are CPU tensors, contiguous or not; only `attention` and `block_mask` 
 Lengths, offsets and indices may have any integer dtype, token ids and labels are int32 or int64.
 Results are new tensors that share no memory with the arguments. The number of threads is torch's,
 or the environment variable ``MULTIPACK_NUM_THREADS`` where that is less (which `attention` does not
-read); it changes no result, but for the last digits of `attention`, whose products are BLAS's.
+read); it changes no result.
 
 Every function raises TypeError for a wrong dtype, ValueError for a wrong shape, device or value,
 IndexError for an index out of range, each with a sentence that names the argument, what was found
