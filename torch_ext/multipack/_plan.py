@@ -15,7 +15,7 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -285,17 +285,27 @@ def _interruptible(work: Callable[[], _T]) -> _T:
     after it: a thread that comes back from C++ while Python shuts down would abort the process.
     """
     outcome: Future[_T] = Future()
+    running = threading.Event()
 
     def run() -> None:
+        running.set()
         try:
             outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="multipack plan")
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    try:
+        thread.start()
+    except KeyboardInterrupt:
+        # Python waits at its end for threads that run, not for one that is about to. If it was not
+        # even made, this waits in vain.
+        running.wait(5)
+        raise
+    # Not in `join`: Python 3.11 takes a thread for ended when an interrupt comes there.
+    while not wait([outcome], timeout=0.1).done:
+        pass
+    thread.join()
     return outcome.result()
 
 
