@@ -335,31 +335,32 @@ class ForwardPass {
     T* const shrink = scratch.shrink.of(block_q);
     std::fill_n(most, chunk_queries, -std::numeric_limits<T>::infinity());
     std::fill_n(total, chunk_queries, T(0));
-    for (int64_t at = 0; at < count; at += block_q) {
-      const int64_t queries = std::min(block_q, count - at);
-      const Rows<const S> rows = q_.rows(c.start + c.from + at, head);
-      write_columns(rows, queries, size, T(in_.scale), q.from(at / block_q * size));
+    for (int64_t block = 0; block < count; block += block_q) {
+      const int64_t queries = std::min(block_q, count - block);
+      const Rows<const S> rows = q_.rows(c.start + c.from + block, head);
+      write_columns(rows, queries, size, T(in_.scale), q.from(block / block_q * size));
     }
     const int64_t end = sight.end(c.to - 1);
     for (int64_t j0 = sight.first(c.from); j0 < end; j0 += block_k) {
       const int64_t j1 = std::min(j0 + block_k, end), keys = j1 - j0;
       const auto k = packed(k_.rows(c.start + j0, kv_head), keys, size, width, scratch.k);
       const auto v = packed(v_.rows(c.start + j0, kv_head), keys, size, width, scratch.v);
-      for (int64_t at = 0; at < count; at += block_q) {
-        const Tile tile{c.from + at, std::min(c.from + at + block_q, c.to), j0, j1};
+      for (int64_t block = 0; block < count; block += block_q) {
+        const Tile tile{c.from + block, std::min(c.from + block + block_q, c.to), j0, j1};
         if (!sight.any(tile)) {
           continue;
         }
         const int64_t queries = whole_vectors<T>(tile.queries());
-        kernels_.multiply({keys, queries, size, k, q.from(at / block_q * size), scores});
+        kernels_.multiply({keys, queries, size, k, q.from(block / block_q * size), scores});
         sight.hide(scores, tile, -std::numeric_limits<T>::infinity());
-        kernels_.softmax({keys, queries, scores, most + at, total + at, shrink});
+        kernels_.softmax({keys, queries, scores, most + block, total + block, shrink});
         if (dropout_.active()) {
           dropout_.draw(tile, sight, head, c.start, kept);
           scale_tile<T>(scores, kept, tile);
         }
         const Matrix<T> weights = Matrix<T>(scores).transposed();
-        kernels_.multiply({tile.queries(), width, keys, weights, v, sums.from(at), true, shrink});
+        kernels_.multiply(
+            {tile.queries(), width, keys, weights, v, sums.from(block), true, shrink});
       }
     }
     const Rows<S> out = out_.rows(c.start + c.from, head);

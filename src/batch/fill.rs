@@ -214,30 +214,20 @@ impl Layout {
             out = rest;
         }
         parallel::for_each(threads, parts, |(segments, out)| {
-            each(segments, out.input_ids, |segment, ids| {
-                let (real, padding) = ids.split_at_mut(segment.copied);
-                if !real.is_empty() {
-                    tokens.read(segment, real);
-                }
-                padding.fill(pad_token_id);
+            each_padded(segments, out.input_ids, pad_token_id, |segment, ids| {
+                tokens.read(segment, ids);
             });
-            each(segments, out.labels, |segment, places| {
-                let (real, padding) = places.split_at_mut(segment.copied);
-                if !real.is_empty() {
-                    labels.read(segment, real);
-                    if mask_first_label {
-                        real[0] = IGNORED_LABEL;
-                    }
+            each_padded(segments, out.labels, IGNORED_LABEL, |segment, ids| {
+                labels.read(segment, ids);
+                if mask_first_label {
+                    ids[0] = IGNORED_LABEL;
                 }
-                padding.fill(IGNORED_LABEL);
             });
             each(segments, out.position_ids, |_, positions| {
                 count_up(self.position_start, positions);
             });
-            each(segments, out.segment_ids, |segment, ids| {
-                let (real, padding) = ids.split_at_mut(segment.copied);
-                real.fill(segment.id);
-                padding.fill(0);
+            each_padded(segments, out.segment_ids, 0, |segment, ids| {
+                ids.fill(segment.id);
             });
         });
     }
@@ -264,10 +254,8 @@ impl Layout {
             rest = behind;
         }
         parallel::for_each(threads, parts, |(segments, out)| {
-            each(segments, out, |segment, slot| {
-                let (real, padding) = slot.split_at_mut(segment.copied);
+            each_padded(segments, out, pad, |segment, real| {
                 real.copy_from_slice(&values[segment.source..segment.source + segment.copied]);
-                padding.fill(pad);
             });
         });
     }
@@ -304,6 +292,23 @@ fn each<V>(segments: &[Segment], mut out: &mut [V], mut write: impl FnMut(&Segme
         write(segment, slot);
         out = rest;
     }
+}
+
+/// Calls `write` with each segment of a sample and its part of an output, and pads what is left of the
+/// slots.
+fn each_padded<V: Copy>(
+    segments: &[Segment],
+    out: &mut [V],
+    pad: V,
+    mut write: impl FnMut(&Segment, &mut [V]),
+) {
+    each(segments, out, |segment, slot| {
+        let (real, padding) = slot.split_at_mut(segment.copied);
+        if !real.is_empty() {
+            write(segment, real);
+        }
+        padding.fill(pad);
+    });
 }
 
 /// 0, 1, …: most segments are shorter.

@@ -152,9 +152,10 @@ impl<T: Plain> Fresh<T> {
             return &mut [];
         }
         // SAFETY: `new` allocated `len` contiguous elements of the size of `T` on the CPU, which it
-        // found readable and so aligned, and no other handle exists before `into_tensor`. The memory comes from
-        // C++, of which the compiler knows nothing: it holds some bytes, and all bytes are values of
-        // `T`. The aliasing tests of tests/python/test_ops_collate.py would show the loss of this.
+        // found readable and so aligned, and no other handle exists before `into_tensor`. The memory
+        // comes from C++, of which the compiler knows nothing: it holds some bytes, and all bytes are
+        // values of `T`. The aliasing tests of tests/python/test_ops_collate.py would show the loss
+        // of this.
         #[allow(unsafe_code)]
         unsafe {
             slice::from_raw_parts_mut(self.view.address as *mut T, self.view.len)
